@@ -6,12 +6,11 @@ ones, wastes days. An error on one process is raised on all of them, so that non
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from gqa_convert import errors
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.errors import DeviceMemoryError, GQAConvertError, InterruptedRunError, LaunchError
 
@@ -27,8 +26,6 @@ _REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
 """Switches of accelerate that would have no effect or a different one, and the reason."""
-_LONGEST_WAIT = timedelta(days=7)
-"""The time limit of waits, long enough for tokenising. A process that ends is noticed immediately regardless."""
 _ADVICE = (
     "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
 )
@@ -54,13 +51,12 @@ def join(**options: Any) -> Any:
     Raises:
         LaunchError: the launcher did not start the requested processes.
     """
-    check_environment(os.environ)
+    check_environment()
     from accelerate import Accelerator
 
     # the recipe's precision decides, in trainer and sharding
     accelerator = Accelerator(mixed_precision="no", **options)
-    accelerator.gradient_accumulation_steps = 1  # it would divide gradients by what a variable of its launcher says
-    stated = _number(os.environ, "WORLD_SIZE") or 1
+    stated = _number("WORLD_SIZE") or 1
     if accelerator.num_processes != stated:
         raise LaunchError(
             f"the launcher started {stated} processes and this run has {accelerator.num_processes}: {_ADVICE}"
@@ -69,48 +65,49 @@ def join(**options: Any) -> Any:
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
-        import torch
+        from torch.distributed import new_group
 
         global _waiting_group, _device
         _device = accelerator.device
-        _waiting_group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        # long enough for tokenising; a process that ends is noticed immediately regardless
+        _waiting_group = new_group(backend="gloo", timeout=timedelta(days=7))
     return accelerator
 
 
-def is_set(environment: Mapping[str, str], name: str) -> bool:
+def is_set(name: str) -> bool:
     """Whether a switch of accelerate is on."""
-    return environment.get(name, "false").lower() in ("1", "true", "yes", "on")
+    return os.getenv(name, "false").lower() in ("1", "true", "yes", "on")
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
+def check_environment() -> None:
     """Refuse inconsistent environment variables before processes begin to wait for one another.
 
     Raises:
         LaunchError: variables of a launcher or a user contradict one another, or are not supported.
     """
     for name, reason in _REFUSED.items():
-        if is_set(environment, name):
+        if is_set(name):
             raise LaunchError(
                 f"{name} is set, perhaps by accelerate's configuration, but {reason}: use recipes/accelerate/fsdp2.yaml, or remove that key"
             )
     # torchrun, started once on each node, knows of as many groups as there are tasks
-    known = _number(environment, "GROUP_WORLD_SIZE") or _number(environment, "WORLD_SIZE") or 1
+    known = _number("GROUP_WORLD_SIZE") or _number("WORLD_SIZE") or 1
     for name in _TASK_COUNTS:
-        tasks = _number(environment, name) or 1
+        tasks = _number(name) or 1
         if tasks > known:
             raise LaunchError(
                 f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would work alone: start one task per node, "
                 "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
             )
-    needed = _LAUNCHER[:3] if _number(environment, "WORLD_SIZE") == 1 else _LAUNCHER
-    present = [name for name in needed if environment.get(name)]
-    missing = [name for name in needed if not environment.get(name)]
-    if present and missing:  # as when accelerate starts one process with --cpu or MULTI_CPU
-        raise LaunchError(f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}")
+    needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
+    missing = [name for name in needed if not os.getenv(name)]
+    for name in needed:
+        if missing and os.getenv(name):  # as when accelerate starts one process with --cpu or MULTI_CPU
+            raise LaunchError(f"{name} is set and {missing[0]} is not: {_ADVICE}, or unset {name}")
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
+def _number(name: str) -> int | None:
+    text = os.getenv(name)
     if not text:
         return None
     if not text.isdecimal():
@@ -147,19 +144,16 @@ def together() -> Iterator[None]:
 
     Processes must not wait for one another inside the context, unless they also do so when they fail.
     """
-    problem: BaseException | None = None
+    own: Any = None
     try:
         yield
     except (Exception, InterruptedRunError) as raised:
-        problem = out_of_memory() if is_out_of_memory(raised) else raised
-    stated = None if problem is None else (type(problem).__name__, str(problem))
-    for process, found in enumerate(gathered(stated)):
-        if found is None:
-            continue
-        error = problem or _error(process, *found)
-        if isinstance(error, GQAConvertError | InterruptedRunError):
+        own = out_of_memory() if is_out_of_memory(raised) else raised
+    for process, theirs in enumerate(gathered(own and _for_others(own))):
+        if theirs:
+            error = own or theirs
             error.reported_elsewhere = process != rank()
-        raise error
+            raise error
 
 
 def out_of_memory() -> DeviceMemoryError:
@@ -170,12 +164,11 @@ def out_of_memory() -> DeviceMemoryError:
     )
 
 
-def _error(process: int, name: str, text: str) -> GQAConvertError | InterruptedRunError:
-    """The error of another process."""
-    known = getattr(errors, name, None)
-    if isinstance(known, type) and issubclass(known, GQAConvertError | InterruptedRunError):
-        return known(text)
-    return LaunchError(f"process {process} failed: {name}: {text}")
+def _for_others(problem: BaseException) -> BaseException:
+    """What other processes raise about an error of this one."""
+    if isinstance(problem, GQAConvertError | InterruptedRunError):
+        return problem
+    return LaunchError(f"process {rank()} failed: {type(problem).__name__}: {problem}")
 
 
 def gathered(value: Any) -> list[Any]:
@@ -184,11 +177,11 @@ def gathered(value: Any) -> list[Any]:
     """
     if count() == 1:
         return [value]
-    import torch
+    from torch.distributed import all_gather_object
 
-    found: list[Any] = [None] * _waiting_group.size()
+    found: list[Any] = [None] * started()
     try:
-        torch.distributed.all_gather_object(found, value, group=_waiting_group)
+        all_gather_object(found, value, group=_waiting_group)
     except RuntimeError as problem:
         raise _ended(problem) from None
     return found
@@ -198,44 +191,31 @@ def by_first(work: Callable[[], Any]) -> Any:
     """What a function returns on the first process, on all of them; an error is raised on all too."""
     if count() == 1:
         return work()
-    if rank() > 0:
-        return _received()
+    if rank():
+        return _broadcast()
     try:
         found = work()
     except (Exception, InterruptedRunError) as problem:
-        _send(None, problem)
+        _broadcast(problem=_for_others(problem))
         raise
-    _send(found)
-    return found
+    return _broadcast(found)
 
 
-def _send(value: Any, problem: BaseException | None = None) -> None:
-    """Send a value, or an error, from the first process to all others."""
-    import torch
+def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
+    """What the first process gives, on all; all others raise the error that it gives."""
+    from torch.distributed import broadcast_object_list
 
-    stated = None if problem is None else (type(problem).__name__, str(problem))
+    found = [value, problem]
     try:
-        torch.distributed.broadcast_object_list([value, stated], src=0, group=_waiting_group)
+        broadcast_object_list(found, src=0, group=_waiting_group)
     except RuntimeError as broken:
         if problem is None:  # which says more
             raise _ended(broken) from None
-
-
-def _received() -> Any:
-    """What the first process sends; an error is raised."""
-    import torch
-
-    found: list[Any] = [None, None]
-    try:
-        torch.distributed.broadcast_object_list(found, src=0, group=_waiting_group)
-    except RuntimeError as broken:
-        raise _ended(broken) from None
-    value, stated = found
-    if stated is None:
-        return value
-    error = _error(0, *stated)
-    error.reported_elsewhere = True
-    raise error
+    value, error = found
+    if error and rank():
+        error.reported_elsewhere = True
+        raise error
+    return value
 
 
 @contextmanager
@@ -250,7 +230,7 @@ def sharing(function: Callable[..., Any], *arguments: Any) -> Iterator[None]:
     if started() == 1:
         yield
         return
-    _send((function, arguments))
+    _broadcast((function, arguments))
     _leads = False
     yield
     _leads = True
@@ -268,11 +248,11 @@ def leading() -> Iterator[None]:
         yield
     except BaseException as problem:
         if _leads:  # else they notice that this process ends
-            _send(None, problem)
+            _broadcast(problem=_for_others(problem))
         raise
     finally:
         _leads = False
-    _send(None)
+    _broadcast()
 
 
 def follow() -> None:
@@ -281,7 +261,7 @@ def follow() -> None:
     Raises:
         GQAConvertError: the first process fails, or this one.
     """
-    while (work := _received()) is not None:
+    while work := _broadcast():
         function, arguments = work
         function(*arguments)
 
@@ -299,10 +279,9 @@ def total(own: Any) -> Any:
     if isinstance(own, float):
         return float(total(torch.tensor(own, dtype=torch.float64)))
     shapes = gathered(None if isinstance(own, int) else (own.shape, own.dtype))
-    shape, dtype = next(each for each in shapes if each is not None)
+    shape, dtype = next(each for each in shapes if each)
     found = torch.zeros(shape, dtype=dtype, device=_device)
-    if not isinstance(own, int):
-        found.copy_(own.detach())
+    found.copy_(torch.as_tensor(own).detach())
     try:
         torch.distributed.all_reduce(found)
     except RuntimeError as problem:
@@ -310,7 +289,7 @@ def total(own: Any) -> Any:
     return found if isinstance(own, int) else found.to(own.device)
 
 
-def check_agreement(values: Mapping[str, Any]) -> None:
+def check_agreement(values: dict[str, Any]) -> None:
     """Refuse to go on where a process has another value than the first one. Every process calls this.
 
     Args:
@@ -319,7 +298,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
     Raises:
         LaunchError: two processes differ.
     """
-    first, *others = gathered(dict(values))
+    first, *others = gathered(values)
     with together():
         for process, found in enumerate(others, 1):
             for name in first | found:
@@ -330,12 +309,14 @@ def check_agreement(values: Mapping[str, Any]) -> None:
                     )
 
 
-def summed(accelerator: Any, numbers: list[float]) -> list[float]:
+def summed(numbers: list[float]) -> list[float]:
     """The sum of each number over all processes, in float64."""
     import torch
 
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
-    return accelerator.reduce(tensor, "sum").tolist()  # type: ignore[no-any-return]
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=_device)
+    if _waiting_group is not None:
+        torch.distributed.all_reduce(tensor)
+    return tensor.tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -359,7 +340,7 @@ def _leave() -> None:
     global _waiting_group
     _waiting_group = None
     torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
-    if torch is not None and torch.distributed.is_initialized():
+    if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

@@ -43,9 +43,14 @@ class CombinedLoss(NamedTuple):
 
 
 class _Terms(NamedTuple):
+    """Of a loss; see `combined_loss`."""
+
     weight: float
     z_loss: float
     cap: float | None
+    teacher_layer: OutputLayer | None
+    with_gradient: bool
+    """Whether any is asked for, which a function of autograd can't see."""
 
 
 def summed_divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -91,16 +96,16 @@ def combined_loss(
     Returns:
         The sums over the labelled positions and their number, in float32.
     """
-    if not weight:
-        teacher = None
-    output, labels = output.flatten(0, -2), labels.flatten()
-    teacher = None if teacher is None else teacher.detach().flatten(0, -2)
-    if labelled is not None and layer is not None:
-        output, labels = output[labelled], labels[labelled]
-        teacher = None if teacher is None else teacher[labelled]
+    output = output.flatten(0, -2)
+    labels = labels.flatten()
+    theirs = teacher.detach().flatten(0, -2) if weight and teacher is not None else None
+    if labelled is not None and layer:
+        output = output[labelled]
+        labels = labels[labelled]
+        theirs = None if theirs is None else theirs[labelled]
     weights, bias, cap = layer or (None, None, None)
-    terms, differentiable = _Terms(weight, z_loss, cap), torch.is_grad_enabled()
-    total, lm, kl = _Loss.apply(output, weights, bias, labels, teacher, teacher_layer, terms, differentiable)
+    terms = _Terms(weight, z_loss, cap, teacher_layer, torch.is_grad_enabled())
+    total, lm, kl = _Loss.apply(output, weights, bias, labels, theirs, terms)
     return CombinedLoss(total, (labels != IGNORED).sum().to(total.dtype), lm, kl)
 
 
@@ -128,34 +133,34 @@ def token_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None = None) 
         labels: [n].
         teacher: [n, V'], logits.
     """
-    return _token_losses(_LogProbabilities.of(logits, teacher), labels)
+    return _compare(logits, labels, teacher)[:2]
 
 
-class _LogProbabilities(NamedTuple):
-    """Predictions of the student, [n, V], and of student and teacher over the tokens that they share."""
+class _Compared(NamedTuple):
+    """The cross-entropy of each position and its divergence, [n]; the logarithms of the student's predictions, [n, V], and
+    those of student and teacher over the tokens that they share.
+    """
 
+    lm: Tensor
+    kl: Tensor
     all: Tensor
     shared: Tensor
     teacher: Tensor | None
 
-    @classmethod
-    def of(cls, logits: Tensor, teacher: Tensor | None) -> "_LogProbabilities":
-        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        every = logits.log_softmax(-1, dtype=exact)
-        if teacher is None:
-            return cls(every, every, None)
-        count = min(logits.shape[-1], teacher.shape[-1])
-        shared = every if count == logits.shape[-1] else logits[:, :count].log_softmax(-1, dtype=exact)
-        return cls(every, shared, teacher[:, :count].log_softmax(-1, dtype=exact))
 
-
-def _token_losses(found: _LogProbabilities, labels: Tensor) -> tuple[Tensor, Tensor]:
-    lm = nll_loss(found.all, labels, ignore_index=IGNORED, reduction="none")
-    if found.teacher is None:
-        return lm, torch.zeros_like(lm)
-    least = torch.finfo(lm.dtype).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
-    terms = found.teacher.clamp(min=least).sub_(found.shared.clamp(min=least)).mul_(found.teacher.exp())
-    return lm, terms.sum(-1).masked_fill_(labels == IGNORED, 0.0)
+def _compare(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> _Compared:
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    every = shared = logits.log_softmax(-1, dtype=exact)
+    lm = nll_loss(every, labels, ignore_index=IGNORED, reduction="none")
+    if teacher is None:
+        return _Compared(lm, torch.zeros_like(lm), every, shared, None)
+    count = min(logits.shape[-1], teacher.shape[-1])
+    if count < logits.shape[-1]:
+        shared = logits[:, :count].log_softmax(-1, dtype=exact)
+    theirs = teacher[:, :count].log_softmax(-1, dtype=exact)
+    least = torch.finfo(exact).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
+    terms = theirs.clamp(min=least).sub_(shared.clamp(min=least)).mul_(theirs.exp())
+    return _Compared(lm, terms.sum(-1).masked_fill_(labels == IGNORED, 0.0), every, shared, theirs)
 
 
 class _Loss(torch.autograd.Function):  # type: ignore[misc]
@@ -169,19 +174,19 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         bias: Tensor | None,
         labels: Tensor,
         teacher: Tensor | None,
-        teacher_layer: OutputLayer | None,
         terms: _Terms,
-        differentiable: bool,
     ) -> tuple[Tensor, ...]:
         """See `combined_loss`: states [n, d] and weights [V, d], or logits [n, V] and None."""
-        states, kind = states.detach(), states.device.type
-        needed = [differentiable and asked for asked in ctx.needs_input_grad[:3]]
+        states = states.detach()
+        kind = states.device.type
+        needed = [terms.with_gradient and asked for asked in ctx.needs_input_grad[:3]]
         dtype = states.dtype if weights is None else weights.dtype
         if weights is not None and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         matrix, offset = (None if each is None else each.detach().to(dtype) for each in (weights, bias))
-        # given logits are overwritten by their gradient
-        of_states = None if not needed[0] else states if weights is None else torch.empty_like(states)
+        of_states = None
+        if needed[0]:  # given logits are overwritten by their gradient
+            of_states = states if weights is None else torch.empty_like(states)
         of_weights = torch.zeros_like(weights) if needed[1] else None
         of_bias = torch.zeros_like(bias) if needed[2] else None
         totals = states.new_zeros(3, dtype=torch.float32)
@@ -190,8 +195,8 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
             for start in range(0, len(states), size):
                 part = slice(start, start + size)
                 theirs = None if teacher is None else teacher[part]
-                if theirs is not None and teacher_layer is not None:
-                    theirs = teacher_layer.logits(theirs)
+                if theirs is not None and terms.teacher_layer:
+                    theirs = terms.teacher_layer.logits(theirs)
                 inputs = states[part].to(dtype)
                 logits = inputs if matrix is None else linear(inputs, matrix, offset)
                 totals = totals + _evaluate(logits, labels[part], theirs, terms, differentiable=any(needed))
@@ -199,10 +204,11 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
                     continue
                 if of_states is not None:
                     of_states[part] = logits @ matrix
-                if of_weights is not None and of_weights.dtype == dtype:
-                    of_weights.addmm_(logits.T, inputs)
-                elif of_weights is not None:
-                    of_weights += logits.T @ inputs
+                if of_weights is not None:
+                    if of_weights.dtype == dtype:
+                        of_weights.addmm_(logits.T, inputs)
+                    else:
+                        of_weights += logits.T @ inputs
                 if of_bias is not None:
                     of_bias += logits.sum(0, dtype=of_bias.dtype)
                 del theirs, logits, inputs  # before the next ones are made
@@ -219,7 +225,7 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
             for rows in () if gradient is None else gradient.split(_rows_at_once(gradient)):
                 # rounding the scale to the gradient's dtype would put the same error into all numbers
                 rows.copy_(rows.to(scale.dtype) * scale)
-        return *gradients, *[None] * 5
+        return *gradients, None, None, None
 
 
 def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Terms, *, differentiable: bool) -> Tensor:
@@ -236,24 +242,24 @@ def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Te
     size = _rows_at_once(logits)
     for start in range(0, len(logits), size):
         part = slice(start, start + size)
-        rows, wanted = logits[part], labels[part]
+        rows = logits[part]
+        wanted = labels[part]
         ours = capped(rows, terms.cap)
-        found = _LogProbabilities.of(ours, None if teacher is None else teacher[part])
-        lm, kl = _token_losses(found, wanted)
-        log_z = torch.zeros_like(lm)
+        found = _compare(ours, wanted, None if teacher is None else teacher[part])
+        log_z = torch.zeros_like(found.lm)
         if terms.z_loss:
             log_z = (ours.amax(-1) - found.all.amax(-1)).masked_fill_(wanted == IGNORED, 0.0)
-        total = terms.weight * kl + terms.z_loss * log_z.square()
+        total = terms.weight * found.kl + terms.z_loss * log_z.square()
         if terms.weight < 1:  # the cross-entropy of a token without probability is infinite
-            total = total + (1 - terms.weight) * lm
-        totals = totals + torch.stack([total.sum(), lm.sum(), kl.sum()])
+            total = total + (1 - terms.weight) * found.lm
+        totals = totals + torch.stack([total.sum(), found.lm.sum(), found.kl.sum()])
         if differentiable:
             slope = _gradient(found, wanted, terms, log_z)
             rows.copy_(slope if terms.cap is None else slope.mul_(1 - (ours / terms.cap).square_()))
     return totals
 
 
-def _gradient(found: _LogProbabilities, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
+def _gradient(found: _Compared, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
     """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less what is wanted. It is
     0 for a student that is its teacher.
 

@@ -73,7 +73,7 @@ def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
     layer.__class__ = _Removed
     factor = _factor(model, layer, inputs)
     # the states are multiplied instead, which is the same for logits without a bias or a cap
-    if factor is not None and (abs(factor - 1) < _EQUAL or (layer.bias is None and layer.cap is None)):
+    if factor and (abs(factor - 1) < _EQUAL or (layer.bias is None and layer.cap is None)):
         return True
     restore_output_layer(model)
     return False
@@ -110,8 +110,8 @@ def _set_cap(model: Any, cap: float | None) -> None:
         object.__setattr__(config, _CAP, cap)  # past the checks of configs that want a number
 
 
-def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | None:
-    """The number by which a model multiplies what its output layer returns; None if it does anything else with it."""
+def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float:
+    """The number by which a model multiplies what its output layer returns; 0 if it does anything else with it."""
     made: list[Tensor] = []
 
     def substitute(_: Any, __: Any, states: Tensor) -> Tensor:
@@ -119,18 +119,19 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float | Non
         return made[-1].view(states.shape)
 
     few = {name: value[:1] if value.is_floating_point() else value[:1, :_TRIED] for name, value in inputs.items()}
-    was_training, hook = model.training, layer.register_forward_hook(substitute)
+    was_training = model.training
+    hook = layer.register_forward_hook(substitute)
     try:
         with torch.no_grad():
             logits = model.eval()(**few, use_cache=False).logits.float()
     except (RuntimeError, TypeError, ValueError, IndexError):  # the model needs logits of V tokens
-        return None
+        return 0.0
     finally:
         hook.remove()
         model.train(was_training)
     if len(made) != 1 or logits.numel() != made[0].numel():
-        return None
+        return 0.0
     ratios = logits.flatten() / made[0].float()
     factor = float(ratios[0])
     is_constant = torch.allclose(ratios, ratios[0], rtol=_EQUAL)
-    return factor if math.isfinite(factor) and factor and is_constant else None
+    return factor if math.isfinite(factor) and is_constant else 0.0

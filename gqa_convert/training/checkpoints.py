@@ -7,22 +7,24 @@ size.
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import rmtree
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import Optimizer
 
 from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, ResumeError, first_line
-from gqa_convert.processes import Say, rank, together, waiting_group
+from gqa_convert.processes import Say, by_first, rank, waiting_group
 from gqa_convert.training.sharding import unwrapped
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"
@@ -63,19 +65,17 @@ class Progress:
     inputs: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         folder: `output/checkpoints`.
         kept: how many of the newest are kept, at least one.
-        main: whether this is the process that publishes.
     """
 
-    def __init__(self, folder: Path, kept: int, *, main: bool) -> None:
-        self.folder = folder
-        self._kept = kept
-        self._main = main
+    folder: Path
+    kept: int
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -108,10 +108,11 @@ class Checkpoints:
         Raises:
             ResumeError: there are checkpoints, and all of them are damaged.
         """
-        records = self.whole(say)
-        if self._all() and not records:
+        if records := self.whole(say):
+            return records[0]
+        if self._all():
             raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
-        return records[0] if records else None
+        return None
 
     def check_seen(self, record: Progress) -> None:
         """Check that this process sees the checkpoint of a record that the first process has read.
@@ -120,14 +121,13 @@ class Checkpoints:
             ResumeError: it does not.
         """
         path = self.path(record.step)
-        found = None
         with suppress(*_DAMAGE):
-            found = _read(path)
-        if record.step and found != record:
-            raise ResumeError(
-                f"the first process resumes from {path}, which process {rank()} does not see as it is there: put "
-                "output on a file system that all machines share"
-            )
+            if not record.step or _read(path) == record:
+                return
+        raise ResumeError(
+            f"the first process resumes from {path}, which process {rank()} does not see as it is there: put "
+            "output on a file system that all machines share"
+        )
 
     def save(self, state: StateDict, record: Progress) -> None:
         """Write a checkpoint, publish it, and remove those that need not be kept. Every process calls this.
@@ -141,25 +141,16 @@ class Checkpoints:
         Raises:
             NoSpaceError: the disk is full; older checkpoints are intact.
         """
-        import torch.distributed.checkpoint as dcp
-
         final = self.path(record.step)
-        group = waiting_group()
         work = self.folder / f"{_UNFINISHED}{final.name}"
         try:
-            with together():
-                if self._main:
-                    shutil.rmtree(work, ignore_errors=True)
-                    work.mkdir(parents=True)
             # dcp.async_save holds a second copy of the state (0.63 GB more for 0.64 GB) and blocks a CPU as long, 2.0 s
             # for 2.2; an error of one process is raised on all
             with _first_failure():
-                dcp.save(state, checkpoint_id=work, no_dist=group is None, process_group=group)
-            with together():
-                if self._main:
-                    self._publish(work, final, record)
+                dcp.save(state, checkpoint_id=work, process_group=waiting_group())
+            by_first(lambda: self._publish(work, final, record))
         except BaseException as problem:
-            shutil.rmtree(work, ignore_errors=True)
+            rmtree(work, ignore_errors=True)
             if is_disk_full(problem) or is_disk_full(problem.__cause__ or problem):
                 raise no_space(self.folder, "resumes from the last checkpoint") from None
             raise
@@ -171,7 +162,7 @@ class Checkpoints:
         for path in work.iterdir():
             sync(path)
         sync(work)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one
+        rmtree(final, ignore_errors=True)  # a damaged one
         work.rename(final)
         sync(self.folder)
         if not record.skipped_in_a_row:
@@ -183,12 +174,9 @@ class Checkpoints:
         Raises:
             ResumeError: the checkpoint is damaged.
         """
-        import torch.distributed.checkpoint as dcp
-
-        group = waiting_group()
         try:
             with _first_failure():
-                dcp.load(state, checkpoint_id=self.path(step), no_dist=group is None, process_group=group)
+                dcp.load(state, checkpoint_id=self.path(step), process_group=waiting_group())
         except GQAConvertError:  # a signal's
             raise
         except Exception as problem:
@@ -198,16 +186,16 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove the checkpoints before the newest whole ones that are kept; one process calls this."""
-        kept = self.whole()[: self._kept]
+        kept = self.whole()[: self.kept]
         paths = self._all()
         if kept:
             for path in paths[paths.index(self.path(kept[-1].step)) + 1 :]:
-                shutil.rmtree(path, ignore_errors=True)  # what is left of one is not whole
+                rmtree(path, ignore_errors=True)  # what is left of one is not whole
 
     def sweep(self) -> None:
         """Remove unfinished files of a killed run."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            rmtree(path, ignore_errors=True)
 
 
 def _read(path: Path) -> Progress:
@@ -226,8 +214,6 @@ def _read(path: Path) -> Progress:
 @contextmanager
 def _first_failure() -> Iterator[None]:
     """Raise the error of the first process that failed in place of torch's summary, which is no Exception."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
     except CheckpointException as raised:
@@ -244,7 +230,7 @@ def _size(path: Path) -> int:
 # The state of model and optimizer in a checkpoint, independent of how they are distributed over processes
 
 
-def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
+def state_of(model: Any, optimizer: Optimizer) -> StateDict:
     """Trained parameters and their moments by name, which loading fills in place; if they are sharded, the part of this
     process. Everything else a run reads from the checkpoint that it trains.
 
@@ -252,8 +238,6 @@ def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
         model: the model or its wrapper for several processes.
         optimizer: of its trained parameters.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     if not optimizer.state:  # all steps so far were skipped, or none has been taken
         # creates the moments by a step with zero gradients, which must not count
         get_optimizer_state_dict(model, optimizer)
@@ -263,18 +247,3 @@ def state_of(model: Any, optimizer: "Optimizer") -> StateDict:
     named = unwrapped(model).named_parameters()
     trained = {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
     return {"model": trained, "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-def set_state(model: Any, optimizer: "Optimizer", state: StateDict) -> None:
-    """Restore a state of `state_of` that was loaded, which has filled the parameters."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def whole_model(model: Any) -> StateDict:
-    """All parameters on the CPU, gathered from all processes onto the main one."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    tensors: StateDict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return tensors

@@ -6,14 +6,12 @@ frozen weights count as they do in the run. No weights are read. The estimate le
 CUDA and NCCL, fragmentation and temporary buffers.
 """
 
-import json
-import math
 import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gqa_convert.checkpoint.atomic_files import write_json
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
@@ -33,11 +32,8 @@ from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
 from gqa_convert.training.optimizers import fix_towers
-from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import Recipe, read_recipe
 from gqa_convert.training.sharding import layers, number_of_shards
-
-_Shapes = Mapping[str, tuple[int, ...]]
 
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
@@ -104,14 +100,13 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     check_lora(recipe.lora, sharded=shards > 1)
     with no_bars():
         student = open_checkpoint(recipe.model, download=True)
-        teacher = None if recipe.teacher is None else open_checkpoint(recipe.teacher)
+        teacher = open_checkpoint(recipe.teacher) if recipe.teacher else None
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be
-    tokens_per_sample = Fraction(sampler.raw_tokens)
+    tokens_per_sample = sampler.raw_tokens
     batch = _longest(sampler, recipe.micro_batch_size)
-    shapes = {name: rows.shape for name, rows in batch.items() if name != "labels"}
     try:
-        memory, parameters, flops = _costs(recipe, student, teacher, shapes, shards)
+        memory, parameters, flops = _costs(recipe, student, teacher, batch, shards)
     except GQAConvertError:
         raise
     except Exception as problem:  # whatever a class does with numbers that are not there
@@ -140,22 +135,23 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
 
 def _longest(sampler: Sampler, size: int) -> Batch:
     """A batch of the longest sample, from two documents of made-up tokens."""
-    tokens = np.zeros(2 * sampler.settings.length, np.uint32)
-    tokens[sampler.settings.length - 1 :: sampler.settings.length] |= LAST
+    length = sampler.settings.length
+    tokens = np.zeros(2 * length, np.uint32)
+    tokens[length - 1 :: length] |= LAST
     source = TokenSource(tokens)
     place = sampler.first(source, source.size)[0]
     return sampler.batch([(source, place)] * size, [(0, 0)] * size)
 
 
 def _costs(
-    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, shapes: _Shapes, shards: int
+    recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, batch: Batch, shards: int
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
 
     Args:
         recipe: the recipe of the run.
         student, teacher: the checkpoints of the run.
-        shapes: of the inputs of a micro-batch.
+        batch: a micro-batch, of which only the shapes count.
         shards: over how many GPUs each parameter is sharded.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -164,12 +160,12 @@ def _costs(
     size = 2 if in_bf16 else 4
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
-        model = _outline(student, in_bf16 and (shards > 1 or recipe.lora is not None))
+        model = _outline(student, in_bf16 and (shards > 1 or bool(recipe.lora)))
         count = _numbers(model.parameters())
         learning = _numbers(each for each in model.parameters() if each.requires_grad)
         fixed = 4 * (count - learning) / shards
         copied = 0
-        if recipe.lora is not None:
+        if recipe.lora:
             fixed = count * (_NF4 if recipe.lora.quantize else size)
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
             learning = recipe.lora.rank * sum(map(sum, adapted))
@@ -179,31 +175,32 @@ def _costs(
             model.get_input_embeddings().requires_grad_(True)  # gradients pass all layers, as those of adapters do
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         outside = _numbers(model.parameters()) - sum(blocks)
-        flops, saved = _pass(model, shapes, in_bf16)
+        flops, saved = _pass(model, batch, in_bf16)
         # the logits of a part of the positions, and their distributions and gradients in float32
-        positions = math.prod(shapes.get("decoder_input_ids") or shapes["input_ids"])
+        positions = batch["labels"].size
         logits = model.get_output_embeddings().weight.shape[0] * positions_at_once(positions)
         saved += copied * positions
         if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time
             one_layer = saved // max(1, len(blocks))
             recompute(model)
-            flops, saved = _pass(model, shapes, in_bf16)
+            flops, saved = _pass(model, batch, in_bf16)
             saved += one_layer
+        trained = 4 * learning / shards
         memory = {
-            "weights": fixed + 4 * learning / shards,
-            "gradients": 4 * learning / shards,
-            "moments": 8 * learning / shards if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
+            "weights": fixed + trained,
+            "gradients": trained,
+            "moments": 2 * trained if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
             "activations": saved,
             "logits": logits * (size + 8),
         }
         if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
-            memory["gathered layers"] = size * (2 * max(blocks) + outside) + (size + 4) * (max(blocks) + outside)
+            memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (max(blocks) + outside)
         taught = 0
-        if teacher is not None:
+        if teacher:
             model = _outline(teacher, in_bf16=True)
             taught = _numbers(model.parameters())
             with torch.no_grad():
-                flops += _pass(model, shapes, in_bf16=False)[0]
+                flops += _pass(model, batch, in_bf16=False)[0]
             memory["teacher"] = 2 * taught / shards + 2 * logits
     rounded = {name: round(nbytes) for name, nbytes in memory.items()}
     return rounded, {"trained": learning, "all": count, "teacher": taught}, flops
@@ -217,7 +214,7 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     """A checkpoint's model without numbers, in training mode."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)  # a checkpoint on the Hub has none
-        (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        write_json(folder / "config.json", checkpoint.config)
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
             model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
@@ -231,13 +228,13 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
     return model.train()
 
 
-def _pass(model: nn.Module, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
+def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
     """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
     pass saves.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = {name: torch.zeros(shape, dtype=torch.long) for name, shape in shapes.items()}
+    inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items() if name != "labels"}
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Any] = {}
 
@@ -257,11 +254,11 @@ def _pass(model: nn.Module, shapes: _Shapes, in_bf16: bool) -> tuple[int, int]:
 
 
 _UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * math.prod(q) * k[-2],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * prod(q) * k[-2],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
-        8 * math.prod(q) * k[-2]
+        8 * prod(q) * k[-2]
     ),
-    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * math.prod(left) * right[-1],
+    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * prod(left) * right[-1],
 }
 """Operations that torch's counter leaves out, from the shapes of their arguments: attention on CPUs, all pairs of
 positions, and the products of experts.

@@ -18,8 +18,6 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import StateDict
 
-_SHARD = "5GB"
-
 
 def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject) -> None:
     """Write `out` atomically, replacing an earlier one.
@@ -32,24 +30,25 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
         record: the entries that training adds to the provenance.
     """
     with staged_folder(out) as staged:
-        model.save_pretrained(staged.path, state_dict=_in_source_dtypes(model, state, source), max_shard_size=_SHARD)
-        for path in staged.path.iterdir():
+        folder = staged.path
+        model.save_pretrained(folder, state_dict=_in_source_dtypes(model, state, source), max_shard_size="5GB")
+        for path in folder.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
         # copied, because transformers 5 writes them in a form that older versions can't read
         for name in ("config.json", *source.carried):
             if name != PROVENANCE:
-                target = staged.path / name
+                target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.local_folder / name, target)
         conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
-        weights = [path.name for path in staged.path.glob("*.safetensors")]
-        conversion["result"] = {"files": hash_files(staged.path, weights)}
-        conversion[WRITTEN] = list_written(staged.path, conversion["result"])
-        write_json(staged.path / PROVENANCE, conversion)
-        for path in staged.path.rglob("*"):
+        weights = [path.name for path in folder.glob("*.safetensors")]
+        conversion["result"] = {"files": hash_files(folder, weights)}
+        conversion[WRITTEN] = list_written(folder, conversion["result"])
+        write_json(folder / PROVENANCE, conversion)
+        for path in folder.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)
                 sync(path)

@@ -14,9 +14,6 @@ from gqa_convert.training.checkpoints import StateDict
 from gqa_convert.training.optimizers import modules_of_text
 from gqa_convert.training.recipe import Lora, Recipe
 
-_ADAPTER = "default"
-"""PEFT's name of the adapter, as in the names of its parameters."""
-
 
 def check_lora(lora: Lora | None, *, sharded: bool) -> None:
     """Refuse adapters that can't be trained, before anything is loaded.
@@ -41,17 +38,18 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
 
 
 def loading_options(recipe: Recipe) -> dict[str, Any]:
-    """How the fixed weights are loaded: in bfloat16, in 4 bits, or with `precision: no` in float32.
+    """How weights are loaded: in float32, or if they are fixed, in bfloat16 or in 4 bits.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.
     """
-    dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-    if recipe.lora is None or recipe.lora.quantize is None:
+    lora = recipe.lora
+    dtype = torch.bfloat16 if lora and recipe.precision == "bf16" else torch.float32
+    if not lora or not lora.quantize:
         return {"dtype": dtype}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtraError(
-            f"lora.quantize is {recipe.lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
+            f"lora.quantize is {lora.quantize}, which needs bitsandbytes: pip install 'gqa-convert[qlora]', or remove quantize"
         )
     from transformers import BitsAndBytesConfig
 
@@ -59,7 +57,7 @@ def loading_options(recipe: Recipe) -> dict[str, Any]:
         "dtype": dtype,
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=recipe.lora.quantize,
+            bnb_4bit_quant_type=lora.quantize,
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         ),
@@ -76,18 +74,11 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = target_modules(model)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.rank,
-        target_modules=targets,
-        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),  # GPT-2's Conv1D
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.rank, target_modules=target_modules(model))
+    model.requires_grad_(False)
     inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        is_adapter = f".{_ADAPTER}." in name and ".lora_" in name
-        parameter.requires_grad_(is_adapter)
-        if is_adapter:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
@@ -120,9 +111,9 @@ def merged_model(trained: nn.Module, folder: Path) -> tuple[Any, StateDict]:
     """
     model, _ = load_model(folder, "auto")
     for name, module in trained.named_modules():
-        if _ADAPTER in getattr(module, "lora_A", {}):
+        if hasattr(module, "lora_A"):
             weight = model.get_submodule(name).weight
             with torch.no_grad():
-                delta = module.get_delta_weight(_ADAPTER).to("cpu", torch.float32)
+                delta = module.get_delta_weight("default").to("cpu", torch.float32)
                 weight.copy_(weight.float() + delta)
     return model, dict(model.state_dict())

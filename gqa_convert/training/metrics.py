@@ -1,17 +1,15 @@
-"""The numbers of a run: `metrics.jsonl`, one JSON object per optimizer step; the trackers that receive the same; and
+"""The numbers of a run: a line of `metrics.jsonl` for an optimizer step, of which trackers receive the same, and
 `summary.json`.
 """
 
 import json
 import math
-import resource
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import sync, write_whole
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
@@ -49,59 +47,15 @@ class StepMetrics:
 
     def as_json(self) -> JsonObject:
         """The line's JSON object."""
-        numbers = asdict(self)
-        if not self.skipped:
-            del numbers["skipped"]
-        return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+        return {
+            name: number
+            for name, number in asdict(self).items()
+            if number is not None and number is not False and math.isfinite(number)
+        }
 
 
 OnStep = Callable[[StepMetrics, int], None]
 """Called on the main process after every step that is logged, with the number of steps in the whole run."""
-
-
-class RunLog:
-    """The log of a run: the metrics file, the caller's hook and trackers. Only the main process writes.
-
-    Args:
-        path: the path of the metrics file.
-        step: the step that the run resumes from; lines of later ones, and a line cut short by a crash, are removed.
-        steps: of the whole run.
-        accelerator: accelerate's Accelerator.
-        on_step: called with every line.
-    """
-
-    def __init__(self, path: Path, step: int, steps: int, accelerator: Any, on_step: OnStep) -> None:
-        self._path = path
-        self._steps = steps
-        self._accelerator = accelerator
-        self._on_step = on_step
-        if accelerator.is_main_process:
-            kept = [line for line in read_metrics(path) if line["step"] <= step]
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Log a step."""
-        if not self._accelerator.is_main_process:
-            return
-        device = self._accelerator.device
-        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if device.type == "cuda":
-            import torch
-
-            used = torch.cuda.max_memory_allocated(device)
-        metrics.peak_memory_gb = round(used / 1e9, 3)
-        numbers = metrics.as_json()
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(numbers) + "\n")
-        self._on_step(metrics, self._steps)
-        if self._accelerator.trackers:
-            del numbers["step"]
-            self._accelerator.log(numbers, step=metrics.step)
-
-    def sync(self) -> None:
-        """Wait until all lines are on disk."""
-        if self._accelerator.is_main_process:
-            sync(self._path)
 
 
 def check_trackers(accelerator: Any, recipe: Recipe) -> None:
@@ -162,7 +116,7 @@ class RunSummary(Result):
     def provenance(self) -> JsonObject:
         """The entry for the trained model's provenance."""
         names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes", "recipe"]
-        if self.adapters is not None:
+        if self.adapters:
             names.append("adapters")
         values = self.as_json()
         return {name: values[name] for name in names}

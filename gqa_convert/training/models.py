@@ -11,12 +11,12 @@ from torch import Tensor
 from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
-from gqa_convert.processes import together
-from gqa_convert.training import sharding
+from gqa_convert.processes import started, together
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.sharding import load, replicate, reshard, shard
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
@@ -28,37 +28,34 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
         NoLanguageModelError: the model was saved without its language-model head.
     """
     with explained(recipe.model):
-        options = {"dtype": torch.float32} if recipe.lora is None else loading_options(recipe)
-        model, missing = sharding.load(folder, **options, by_first=sharded)
+        model, missing = load(folder, **loading_options(recipe), by_first=sharded)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
     turn_dropout_off(model)
     fix_towers(model)
-    if recipe.lora is not None:
+    if recipe.lora:
         add_adapters(model, recipe.lora)
     return model.train()
 
 
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # older transformers
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # in older transformers it has another name
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
-def place(model: Any, accelerator: Any, *, sharded: bool, bf16: bool) -> Any:
-    """Place a model on the device of this process: sharded or whole, and with the gradients of all processes if it is
+def place(model: Any, device: Any, *, sharded: bool, bf16: bool) -> Any:
+    """Place a model on a device of this process: sharded or whole, and with the gradients of all processes if it is
     trained.
     """
-    device = accelerator.device
     if sharded:
-        return sharding.shard(model, device, bf16=bf16)
-    if model.training and accelerator.num_processes > 1:
-        return sharding.replicate(model, device)
-    return model.to(device)
+        return shard(model, device, bf16=bf16)
+    model.to(device)
+    if model.training and started() > 1:
+        return replicate(model)
+    return model
 
 
 def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
@@ -71,12 +68,11 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
         NoLanguageModelError: it was saved without its language-model head.
     """
     config = read_config(folder)
-    in_float32 = (config.get("dtype") or config.get("torch_dtype") or "float32") == "float32"
-    dtype = torch.bfloat16 if in_float32 and device_type == "cuda" else "auto"
-    advice = "distillation needs a teacher with a language-model head; name one"
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
     with explained(str(folder)):
-        model, missing = sharding.load(folder, dtype, by_first=sharded)
-        check_complete(str(folder), folder, missing, advice)
+        model, missing = load(folder, dtype, by_first=sharded)
+    check_complete(str(folder), folder, missing, "distillation needs a teacher with a language-model head; name one")
     return model.requires_grad_(False)
 
 
@@ -90,8 +86,7 @@ def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         inputs: those of the student's forward pass.
     """
     with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
-        logits: Tensor = teacher(**inputs, use_cache=False).logits
-        return logits
+        return teacher(**inputs, use_cache=False).logits
 
 
 def remove_output(model: Any, sample: Batch) -> bool:
@@ -105,7 +100,7 @@ def remove_output(model: Any, sample: Batch) -> bool:
     inputs, _ = on_device(sample, model)
     with together():
         removed = remove_output_layer(model, inputs)
-    sharding.reshard(model)
+    reshard(model)
     return removed
 
 
@@ -127,5 +122,5 @@ def turn_dropout_off(model: Any) -> None:
     for holder in (*model.modules(), model.config):
         for name, value in list(vars(holder).items()):
             named = "dropout" in name or "pdrop" in name
-            if named and isinstance(value, float) and "classifier" not in name and "layerdrop" not in name:
+            if named and isinstance(value, float) and "classifier" not in name:
                 setattr(holder, name, 0.0)

@@ -2,7 +2,8 @@
 open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,15 +11,14 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
-from gqa_convert.data.objectives import OBJECTIVES, ModelKind, SampleSettings
+from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.families import loading
-from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
+from gqa_convert.families.loading import check_language_model, explained, hears, is_encoder_decoder, load_tokenizer
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
 from gqa_convert.training.recipe import Recipe
 
@@ -65,22 +65,22 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     models = []
     with together():
         for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
-            if name is not None:
-                models.append(open_checkpoint(name, download=True))
-                loading.check_language_model(name, models[-1].config, NEEDS_HEAD)
-                inputs[f"the checkpoint of {role}"] = fingerprint(models[-1])
-        student, *teachers = models
+            if name:
+                opened = open_checkpoint(name, download=True)
+                check_language_model(name, opened.config, NEEDS_HEAD)
+                inputs[f"the checkpoint of {role}"] = fingerprint(opened)
+                models.append(opened)
+        student = models[0]
         settings = sample_settings(recipe, student)
-        for teacher in teachers:
-            if loading.is_encoder_decoder(student.config) != loading.is_encoder_decoder(teacher.config):
+        for teacher in models[1:]:
+            if is_encoder_decoder(student.config) != is_encoder_decoder(teacher.config):
                 raise RecipeError(
                     f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
                 )
-            with loading.explained(f"the tokenizer of {recipe.teacher}"):
+            with explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher.local_folder)
-        is_converted = earlier_record(student) is not None
-    if not is_converted:
-        say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
+        if earlier_record(student) is None:
+            say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
     for note in student.notes:
         say(f"{recipe.model}: {note}")
     commits = by_first(lambda: find_commits((*recipe.data, *(recipe.evaluation_data or ())), known))
@@ -92,9 +92,10 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
         with together():
             if (rank() == 0) is is_first:
                 samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
-                if pinned.evaluation_data is not None:
-                    limit = recipe.evaluation_tokens
-                    held_out = evaluation_blocks(pinned.evaluation_data, settings, progress, tokens=limit)
+                if pinned.evaluation_data:
+                    held_out = evaluation_blocks(
+                        pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens
+                    )
                 check_tokens(models, samples, held_out)
     inputs["the training text or the tokenizer"] = samples.fingerprint
     if held_out is not None:
@@ -103,7 +104,7 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     return Opened(pinned, models, commits, samples, held_out, inputs)
 
 
-def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
+def check_tokens(models: list[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
     """Refuse text with tokens that a model has no embedding of.
 
     Raises:
@@ -114,10 +115,10 @@ def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: Evalu
     if held_out is not None:
         batches.append(held_out.batch(range(len(held_out))))
     for batch in batches:
-        largest = max(largest, *(int(ids.max()) for ids in batch.values()))
+        largest = max(largest, *(ids.max() for ids in batch.values()))
     for model in models:
-        size = stated_count(decoder_config(model.config), VOCABULARY_KEYS)
-        if size is not None and largest >= size:
+        size = stated_count(model.config, VOCABULARY_KEYS)
+        if size and largest >= size:
             raise DataError(
                 f"the text has token {largest}, and {model.source_id} has embeddings of {size} tokens: give it the "
                 "tokenizer that it was trained with, or add embeddings"
@@ -125,22 +126,26 @@ def check_tokens(models: Sequence[Checkpoint], samples: Samples, held_out: Evalu
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
-    """The settings of a run's samples, from the config and the tokenizer of its model alone.
+    """The settings of a run's samples, from the config and the tokenizer of its model alone. Without a stated length, a
+    sample is as long as the model's context, at most 512 tokens for an encoder-decoder.
 
     Raises:
         RecipeError: objective or sequence length don't suit the model.
     """
     config = student.config
-    folder = student.local_folder
-    with loading.explained(f"the tokenizer of {recipe.model}"):
-        tokenizer = loading.load_tokenizer(folder)
-    return SampleSettings(
-        tokenizer,
-        choose_objective(recipe, config),
-        sample_length(recipe, config),
-        decoder_start(folder, config, tokenizer) if loading.is_encoder_decoder(config) else None,
-        starts_with_last(config),
-    )
+    with explained(f"the tokenizer of {recipe.model}"):
+        tokenizer = load_tokenizer(student.local_folder)
+    objective = choose_objective(recipe, config)
+    stated = recipe.sequence_length
+    context = stated_positions(config)
+    if stated and context and stated > context:
+        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
+    length = block_length(config)
+    start = None
+    if is_encoder_decoder(config):
+        length = min(length, SPAN_LENGTH)
+        start = decoder_start(student.local_folder, config, tokenizer)
+    return SampleSettings(tokenizer, objective, stated or length, start, starts_with_last(config))
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
@@ -149,38 +154,20 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
     Raises:
         RecipeError: the objective does not suit the model; the message names the alternatives. Or the model hears.
     """
-    if loading.hears(dict(config)):
+    if hears(config):
         raise RecipeError(
             f"{recipe.model} is a model that hears, which is trained by `convert --calibration SOUNDS` alone: name a model that reads text"
         )
-    kind: ModelKind = "an encoder-decoder" if loading.is_encoder_decoder(config) else "a decoder-only model"
+    kind = "an encoder-decoder" if is_encoder_decoder(config) else "a decoder-only model"
     choices = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
-    if recipe.objective in choices:
-        return recipe.objective
     held = recipe.data[0].kind
-    stated = f"objective is {recipe.objective}"
-    if recipe.objective == "auto":
-        for name, each in choices.items():
-            if held in each.reads:
-                return name
-        stated = f"data holds {KINDS[held]}"
+    is_open = recipe.objective == "auto"
+    for name, each in choices.items():
+        if name == recipe.objective or (is_open and held in each.reads):
+            return name
+    stated = f"data holds {KINDS[held]}" if is_open else f"objective is {recipe.objective}"
     words = [f"{name}, on {' or '.join(KINDS[read] for read in each.reads)}" for name, each in choices.items()]
     raise RecipeError(f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}")
-
-
-def sample_length(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """The tokens of a sample: those that the recipe states, or else the model's context length, at most 512 for an
-    encoder-decoder.
-
-    Raises:
-        RecipeError: the recipe states more than the model has positions for.
-    """
-    stated = recipe.sequence_length
-    context = stated_positions(config)
-    usual = block_length(config)
-    if stated is not None and context is not None and stated > context:
-        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
-    return stated or (min(usual, SPAN_LENGTH) if loading.is_encoder_decoder(config) else usual)
 
 
 def check_vocabularies(student: Path, teacher: Path) -> None:
@@ -194,10 +181,9 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
     Raises:
         RecipeError: an id stands for different tokens.
     """
-    tokens, others = (loading.load_tokenizer(folder).get_vocab() for folder in (student, teacher))
-    different = [(number, token) for token, number in tokens.items() if others.get(token) != number]
-    if different:
-        number, token = min(different)
+    tokens, others = (load_tokenizer(folder).get_vocab().items() for folder in (student, teacher))
+    if different := tokens - others:
+        token, number = min(different, key=itemgetter(1))
         raise RecipeError(
             f"token {number} is {token!r} for the student {student} and another one for the teacher {teacher} ({len(different)} ids differ): "
             "distillation needs a teacher with the student's vocabulary"

@@ -1,18 +1,24 @@
-"""The recipe of an uptraining run: a validated, frozen `Recipe`; `recipe_files` reads it from a file.
+"""The recipe of an uptraining run: a validated, frozen `Recipe`, read from a flat YAML file with `key=value` overrides.
 
 Everything that can be refused without loading a model or a text is refused here, in one line for each mistake.
+
+Plain YAML scalars stay text until the key's type converts them, so that 1e9, 10B and 2e-4 are read as numbers and `no`
+as text (YAML 1.1 reads 1e9 as text and `no` as false).
 """
 
-import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
+from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import plain
 from gqa_convert.data.keys import (
     CONFIG,
@@ -25,10 +31,11 @@ from gqa_convert.data.keys import (
     declared_in,
     fields_of,
     read_keys,
+    suggestion,
 )
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.scalars import shown
-from gqa_convert.data.sources import KINDS, Source, SourceKind, Sources, pinned
+from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 
 Sharding = Literal["auto", "replicate", "full"]
@@ -108,10 +115,10 @@ class Recipe:
     @property
     def budget_tokens(self) -> int:
         """The training budget in tokens of text, whichever keys state it."""
-        if self.tokens is not None:
+        if self.tokens:
             return self.tokens
-        assert self.alpha is not None
-        assert self.pretraining_tokens is not None
+        assert self.alpha
+        assert self.pretraining_tokens
         return round(Fraction(repr(self.alpha)) * self.pretraining_tokens)
 
     def pinned(self, commits: Mapping[str, str]) -> "Recipe":
@@ -120,8 +127,8 @@ class Recipe:
         Args:
             commits: by dataset and revision, as `find_commits` returns them.
         """
-        evaluation = None if self.evaluation_data is None else pinned(self.evaluation_data, commits)
-        return dataclasses.replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
+        evaluation = pinned(self.evaluation_data, commits) if self.evaluation_data else None
+        return replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
         """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
@@ -179,20 +186,20 @@ NESTED = {"data": Source, "evaluation_data": Source, "lora": Lora}
 """The keys that hold mappings with keys of their own."""
 
 
-def make_recipe(values: Mapping[str, Any]) -> Recipe:
+def make_recipe(values: dict[str, Any]) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
     Raises:
         RecipeError: a key is unknown, missing, malformed, or contradicts another; a line for each mistake.
     """
     try:
-        recipe: Recipe = read_keys(Recipe, dict(values), NESTED)
+        recipe: Recipe = read_keys(Recipe, values, NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
         raise RecipeError("\n".join(mistakes))
-    if recipe.teacher is not None and recipe.distillation_weight is None:
-        recipe = dataclasses.replace(recipe, distillation_weight=1.0)
+    if recipe.teacher and recipe.distillation_weight is None:
+        recipe = replace(recipe, distillation_weight=1.0)
     return recipe
 
 
@@ -218,20 +225,20 @@ def _mistakes(recipe: Recipe) -> Iterator[str]:
         folder = Path(os.path.realpath(named or recipe.model))
         if output.is_relative_to(folder) or folder.is_relative_to(output):
             yield f"output {recipe.output} and {name} {named} are the same folder or nested: name a separate folder for output"
-    if recipe.teacher is not None and Path(recipe.teacher) == Path(recipe.model):
+    if recipe.teacher and Path(recipe.teacher) == Path(recipe.model):
         yield (
             f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
         )
-    if recipe.evaluate_every is not None and recipe.evaluation_data is None:
+    if recipe.evaluate_every and not recipe.evaluation_data:
         yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
-    if recipe.teacher is None and recipe.distillation_weight is not None:
+    if not recipe.teacher and recipe.distillation_weight is not None:
         yield "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
 
 
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
     first = recipe.data[0].kind
-    reads: tuple[SourceKind, ...] = ("pairs",) if first == "pairs" else ("text", "chat")
+    reads = next(each.reads for each in OBJECTIVES.values() if first in each.reads)
     reason = f"data holds {KINDS[first]}"
     if recipe.objective != "auto":
         reads = OBJECTIVES[recipe.objective].reads
@@ -242,10 +249,91 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
             stated = source.stated()
             if ("source_field" in stated) != ("target_field" in stated):
                 yield f"{name} names only one of source_field and target_field: give both, or neither"
-            if source.kind == "pairs" and "text_field" in stated:
-                yield f"{name} has text_field, which belongs to running text: remove text_field"
-            if source.kind == "pairs" and source.format == "chat":
-                yield f"{name} has format chat, and pairs are no conversations: remove format"
+            if source.kind == "pairs":
+                if "text_field" in stated:
+                    yield f"{name} has text_field, which belongs to running text: remove text_field"
+                if source.format == "chat":
+                    yield f"{name} has format chat, and pairs are no conversations: remove format"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
                 yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader for which scalars are text, true, false or null, and a key that is given twice is a mistake."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in seen:
+                problem = f"{key!r} is given twice" if isinstance(key, str) else f"a key must be a word, not {key!r}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as mistake:
+        mark = getattr(mistake, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark and "\n" in text else ""
+        problem = getattr(mistake, "problem", None) or str(mistake).splitlines()[0]
+        raise RecipeError(f"{where}{line} is not valid YAML: {problem}") from None
+
+
+def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Read the recipe in a YAML file.
+
+    Args:
+        path: the path of the file.
+        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces the file's budget,
+            whichever keys state it.
+
+    Raises:
+        RecipeError: the file or an override can't be read, or the recipe is inconsistent.
+    """
+    values = _read_file(local_path(path))
+    changes = _read_overrides(overrides)
+    if changes.get("tokens") is not None:
+        values.pop("alpha", None)
+        values.pop("pretraining_tokens", None)
+    elif changes.get("alpha") is not None and "pretraining_tokens" in values | changes:
+        values.pop("tokens", None)
+    try:
+        return make_recipe(values | changes)
+    except RecipeError as mistake:
+        raise RecipeError("\n".join(f"{path}: {line}" for line in str(mistake).splitlines())) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecipeError(f"the recipe {path} can't be read ({problem}): give the path of a YAML file") from None
+    loaded = _load(text + "\n", str(path))
+    if not loaded or not isinstance(loaded, dict):
+        raise RecipeError(
+            f"{path} holds no keys: a recipe is a list of lines `key: value`, with at least model, output, data and tokens"
+        )
+    return loaded
+
+
+def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    values = {}
+    for override in overrides:
+        name, sign, text = override.partition("=")
+        name = name.strip()
+        if not sign:
+            raise RecipeError(f"the override {override!r} has no value: write it as key=value")
+        if name not in fields_of(Recipe):
+            raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
+        values[name] = _load(text, f"the override {override!r}")
+    return values

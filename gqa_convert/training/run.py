@@ -1,28 +1,31 @@
 """A run: sets it up from its recipe and the state of its output folder, trains, and publishes the model."""
 
+import json
+import resource
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
 
-from gqa_convert.checkpoint.atomic_files import write_json
+from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.machine import machine, measurement
 from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
-from gqa_convert.processes import Say, by_first, check_agreement, join, together
-from gqa_convert.training import sharding
-from gqa_convert.training.checkpoints import Checkpoints, Progress, set_state, state_of, whole_model
+from gqa_convert.families.loading import read_object
+from gqa_convert.processes import Say, by_first, check_agreement, join, rank, started, together
+from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
-from gqa_convert.training.metrics import OnStep, RunLog, RunSummary, check_trackers, read_metrics, recovery
+from gqa_convert.training.metrics import OnStep, RunSummary, StepMetrics, check_trackers, read_metrics, recovery
 from gqa_convert.training.models import load_frozen, load_student, place, remove_output
-from gqa_convert.training.opening import Opened, open_recipe
+from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
+from gqa_convert.training.sharding import number_of_shards, unwrapped
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.trainer import Trainer
 
@@ -30,82 +33,70 @@ _LONGEST_STREAK = 5
 """The number of consecutive steps without a finite gradient after which the run ends."""
 
 
-def start_run(
-    recipe: Recipe,
-    stops: StopRequests,
-    on_message: Say,
-    on_step: OnStep,
-    on_tokenize: OnTokenize,
-    command: list[str] | None,
-) -> RunSummary | None:
-    """Join the processes of a run, and train in its output folder while no other run does; see `uptrain_checkpoint`."""
-    folder = RunFolder(Path(recipe.output))
-    accelerator = join(log_with=list(recipe.trackers), project_dir=str(folder.trackers))
-    run = Run(recipe, folder, accelerator, stops, on_message)
-    with ExitStack() as stack:
-        with together():
-            check_trackers(accelerator, recipe)
-            check_lora(recipe.lora, sharded=run.sharded)
-            folder.refuse_foreign()
-            if run.main:
-                stack.enter_context(folder.locked())
-                sweep(folder.path)  # what a killed run left behind
-                run.checkpoints.sweep()
-        check_agreement({**recipe.resolved(), **machine().versions, "python": None, "whether to shard": run.sharded})
-        # the others may see the folder as it was a while ago
-        finished, run.progress = by_first(run.find_resume_point)
-        with together():
-            run.checkpoints.check_seen(run.progress)
-        if finished is not None:
-            run.say(f"{recipe.output} is already complete: raise the budget to continue it, or name another output")
-            return finished if run.main else None
-        run.open(on_tokenize)
-        run.load()
-        run.begin()
-        run.train(on_step)
-        return run.finish(command)
-
-
+@dataclass
 class Run:
-    """A run on this process. Its methods are called in their order, on every process.
-
-    Args:
-        recipe: the recipe of the run.
-        folder: its output folder.
-        accelerator: accelerate's Accelerator of this process.
-        stops: the signals received.
-        on_message: called on the main process with messages about events between the steps.
+    """A run on this process. `complete` calls the other methods in their order, on every process.
 
     Attributes:
+        recipe: the recipe of the run.
+        stops: the signals received.
+        on_message, on_step, on_tokenize, command: see `uptrain_checkpoint`.
+        progress: how far it is.
+        folder: its output folder.
+        accelerator: accelerate's Accelerator of this process.
         say: passes a message on, on the main process.
-        main: whether this is the main process.
         sharded: whether the models are sharded over the processes.
         checkpoints: of the run.
         opened: its models' facts and its texts, once they are known.
         trainer: what takes the steps, once models are loaded.
-        progress: how far it is.
     """
 
-    opened: Opened
-    trainer: Trainer
+    recipe: Recipe
+    stops: StopRequests
+    on_message: Say
+    on_step: OnStep
+    on_tokenize: OnTokenize
+    command: list[str] | None
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: RunFolder,
-        accelerator: Any,
-        stops: StopRequests,
-        on_message: Say,
-    ) -> None:
-        self.recipe = recipe
-        self.folder = folder
-        self.accelerator = accelerator
-        self.stops = stops
-        self.main = bool(accelerator.is_main_process)
-        self.say = on_message if self.main else lambda _: None
-        self.sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
-        self.checkpoints = Checkpoints(folder.checkpoints, recipe.keep_checkpoints, main=self.main)
+    def __post_init__(self) -> None:
+        recipe = self.recipe
         self.progress = Progress()
+        self.folder = RunFolder(Path(recipe.output))
+        self.accelerator = join(log_with=list(recipe.trackers), project_dir=str(self.folder.trackers))
+        self.say = (lambda _: None) if rank() else self.on_message
+        self.sharded = number_of_shards(recipe.sharding, started()) > 1
+        self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints)
+
+    def complete(self) -> RunSummary | None:
+        """Train in the output folder while no other run does; see `uptrain_checkpoint`."""
+        recipe = self.recipe
+        folder = self.folder
+        with ExitStack() as stack:
+            with together():
+                check_trackers(self.accelerator, recipe)
+                check_lora(recipe.lora, sharded=self.sharded)
+                folder.refuse_foreign()
+                if not rank():
+                    stack.enter_context(folder.locked())
+                    sweep(folder.path)  # what a killed run left behind
+                    self.checkpoints.sweep()
+            check_agreement(
+                {**recipe.resolved(), **machine().versions, "python": None, "whether to shard": self.sharded}
+            )
+            # the others may see the folder as it was a while ago
+            finished, self.progress = by_first(self.find_resume_point)
+            with together():
+                self.checkpoints.check_seen(self.progress)
+            if finished:
+                self.say(
+                    f"{recipe.output} is already complete: raise the budget to continue it, or name another output"
+                )
+                return None if rank() else finished
+            self.open()
+            self.load()
+            self.begin()
+            self.train()
+            return self.finish()
 
     def find_resume_point(self) -> tuple[RunSummary | None, Progress]:
         """The summary of a complete run, and the progress of the newest checkpoint. Only the main process calls this.
@@ -119,16 +110,16 @@ class Run:
         known = finished or newest
         if known is None:
             return None, self.progress
-        commits = self.folder.read_commits()
+        commits = read_object(self.folder.dataset_commits)
         earlier = make_recipe(known.recipe)
-        different = earlier.pinned(commits).differences(recipe.pinned(commits), "never")
+        different = earlier.differences(recipe.pinned(commits), "never")
         if recipe.budget_tokens < earlier.budget_tokens:
             different.append(f"the budget was {earlier.budget_tokens} tokens and is now {recipe.budget_tokens}")
         if different:
             raise ResumeError(
                 f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
             )
-        if finished is not None and earlier.budget_tokens == recipe.budget_tokens:
+        if finished and earlier.budget_tokens == recipe.budget_tokens:
             return finished, self.progress
         if newest is None:
             raise ResumeError(
@@ -136,11 +127,8 @@ class Run:
             )
         return None, newest
 
-    def open(self, on_tokenize: OnTokenize) -> None:
+    def open(self) -> None:
         """Open the models and the texts that the recipe names.
-
-        Args:
-            on_tokenize: called with a source of text, what is tokenised and the total.
 
         Raises:
             ResumeError: a text or a model is not that of the checkpoint.
@@ -154,7 +142,7 @@ class Run:
             for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
                 progress.changes.append(f"from step {progress.step + 1}: {change}")
                 self.say(change)
-        self.opened = open_recipe(self.recipe, self.folder.read_commits(), on_tokenize, self.say)
+        self.opened = open_recipe(self.recipe, read_object(self.folder.dataset_commits), self.on_tokenize, self.say)
         with together():
             for name, known in progress.inputs.items():
                 if self.opened.inputs.get(name, known) != known:
@@ -170,27 +158,25 @@ class Run:
             RecipeError: the warm-up is longer than the run.
             ResumeError: the learning rate has fallen to 0.
         """
-        opened = self.opened
-        samples = opened.samples
+        device = self.accelerator.device
+        samples = self.opened.samples
         with together():
             recipe, steps = self._schedule()
         torch.manual_seed(recipe.seed)
-        source, *teachers = [each.local_folder for each in opened.models]
+        source, *teachers = [each.local_folder for each in self.opened.models]
         with together():
             model = load_student(recipe, source, sharded=self.sharded)
-        student = place(model, self.accelerator, sharded=self.sharded, bf16=recipe.precision == "bf16")
-        optimizer = build_optimizer(model, recipe)
+        student = place(model, device, sharded=self.sharded, bf16=recipe.precision == "bf16")
         teacher = None
         for folder in teachers:
             with together():
-                teacher = load_frozen(folder, self.accelerator.device.type, sharded=self.sharded)
-            teacher = place(teacher, self.accelerator, sharded=self.sharded, bf16=False)
+                teacher = load_frozen(folder, device.type, sharded=self.sharded)
+            teacher = place(teacher, device, sharded=self.sharded, bf16=False)
         # the losses of student and teacher are computed of logits, or of the states before them
-        if remove_output(model, samples.batch([0])) and teacher is not None:
+        if remove_output(model, samples.batch([0])) and teacher:
             remove_output(teacher, samples.batch([0]))
-        self.trainer = Trainer(
-            recipe, student, optimizer, samples, self.accelerator, steps=steps, teacher=teacher, progress=self.progress
-        )
+        optimizer = build_optimizer(model, recipe)
+        self.trainer = Trainer(recipe, student, optimizer, samples, steps, teacher, self.progress)
 
     def _schedule(self) -> tuple[Recipe, int]:
         """The recipe with its warm-up in steps, and the number of steps.
@@ -218,26 +204,19 @@ class Run:
         return recipe, steps
 
     def begin(self) -> None:
-        """Write the first files of the run, evaluate what was not evaluated yet, and restore a checkpoint."""
-        with together():
-            if self.main:
-                self.folder.begin(self.recipe, self.opened.dataset_commits)
+        """Write the first files of the run, and evaluate what was not evaluated yet."""
+        by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits, self.progress.step))
         trainer = self.trainer
         progress = self.progress
         held_out = self.opened.held_out
         if held_out and not progress.evaluations:  # the losses relative to which recovery is stated
             for name, model in (("start", trainer.model), ("source", trainer.teacher)):
-                if model is not None:
+                if model:
                     loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
                     self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
-        if progress.step:
-            with self.stops.at_boundaries():  # until the checkpoint is restored
-                state = state_of(trainer.model, trainer.optimizer)
-                self.checkpoints.load(progress.step, state)
-                set_state(trainer.model, trainer.optimizer, state)
 
-    def train(self, on_step: OnStep) -> None:
-        """Take the remaining steps; log, evaluate and save between them.
+    def train(self) -> None:
+        """Restore a checkpoint and take the remaining steps; log, evaluate and save between them.
 
         Raises:
             StoppedError: a signal asked to stop, and the state is saved.
@@ -248,92 +227,98 @@ class Run:
         progress = self.progress
         held_out = self.opened.held_out
         steps = trainer.steps
-        with together():
-            log = RunLog(self.folder.metrics, progress.step, steps, self.accelerator, on_step)
-        if recipe.trackers:
-            settings = {name: str(value) for name, value in recipe.resolved().items()}
-            self.accelerator.init_trackers("gqa-convert", config=settings)
         saved = progress.step
-        self.say(
-            f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {self.accelerator.num_processes} process(es), from step {saved + 1:,}"
-        )
         with self.stops.at_boundaries():
-            for metrics in trainer.run(lambda: bool(self.stops)):
+            if saved:
+                state = state_of(trainer.model, trainer.optimizer)
+                self.checkpoints.load(saved, state)
+                set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
+            settings = {name: str(value) for name, value in recipe.resolved().items()}
+            self.accelerator.init_trackers("gqa-convert", settings)
+            self.say(
+                f"{steps:,} steps of {round(trainer.tokens_per_step):,} tokens on {started()} process(es), from step {saved + 1:,}"
+            )
+            for metrics in trainer.run(lambda: bool(self.stops.names)):
                 step = metrics.step
-                last = step == steps
-                due = last or (recipe.evaluate_every is not None and step % recipe.evaluate_every == 0)
+                due = step == steps or step % (recipe.evaluate_every or steps) == 0
                 if due and held_out:
                     metrics.evaluation_loss = trainer.evaluate(trainer.model, held_out)
                     progress.evaluations["last"] = metrics.evaluation_loss
                 if due or metrics.skipped or step % recipe.log_every == 0:
-                    log.write(metrics)
+                    self.log(metrics)
                 if metrics.skipped:
                     self.say(f"step {step}: the loss or a gradient is not finite; no update")
                 if progress.skipped_in_a_row >= _LONGEST_STREAK:
-                    whole = self.checkpoints.whole()
-                    where = (
-                        f"{self.checkpoints.path(whole[0].step)} is intact" if whole else "there is no checkpoint yet"
-                    )
+                    where = "there is no checkpoint yet"
+                    if whole := self.checkpoints.whole():
+                        where = f"{self.checkpoints.path(whole[0].step)} is intact"
                     raise DivergedError(
                         f"{_LONGEST_STREAK} consecutive steps up to step {step} had a loss or a gradient that is not finite; {where}: run "
                         "again with a lower learning_rate, a lower gradient_clipping or precision=no"
                     )
-                if last or step % recipe.save_every == 0:
-                    self._save(log)
+                if step % recipe.save_every == 0:
+                    self._save()
                     saved = step
             if saved != progress.step:
-                self._save(log)
+                self._save()
             if progress.step < steps:
-                done = (
-                    f"after step {progress.step} of {steps}, which is saved"
-                    if progress.step
-                    else "before the first step"
-                )
+                done = "before the first step"
+                if progress.step:
+                    done = f"after step {progress.step} of {steps}, which is saved"
                 with together():  # the reason of the first process that has one
-                    if self.stops:
-                        name = self.stops.names[0]
-                        raise StoppedError(f"stopped by {name} {done}: run the same command again to resume")
+                    if names := self.stops.names:
+                        raise StoppedError(f"stopped by {names[0]} {done}: run the same command again to resume")
 
-    def _save(self, log: RunLog) -> None:
-        log.sync()
-        progress = self.progress
-        opened = self.opened
-        progress.recipe = opened.recipe.resolved()
-        progress.inputs = opened.inputs
-        self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), progress)
+    def log(self, metrics: StepMetrics) -> None:
+        """Log a step on the main process: in the metrics file, for the caller, and in trackers."""
+        if rank():
+            return
+        used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self.accelerator.device.type == "cuda":
+            used = torch.cuda.max_memory_allocated()
+        metrics.peak_memory_gb = round(used / 1e9, 3)
+        numbers = metrics.as_json()
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(numbers) + "\n")
+        self.on_step(metrics, self.trainer.steps)
+        del numbers["step"]
+        self.accelerator.log(numbers, metrics.step)
 
-    def finish(self, command: list[str] | None) -> RunSummary | None:
-        """Write the trained model and, last, the summary; returns the summary on the main process.
+    def _save(self) -> None:
+        if not rank():
+            sync(self.folder.metrics)
+        self.progress.recipe = self.opened.recipe.resolved()
+        self.progress.inputs = self.opened.inputs
+        self.checkpoints.save(state_of(self.trainer.model, self.trainer.optimizer), self.progress)
 
-        Args:
-            command: the command line, for the records.
-        """
-        recipe = self.recipe
-        folder = self.folder
+    def finish(self) -> RunSummary | None:
+        """Write the trained model and, last, the summary; returns the summary on the main process."""
+        source = self.opened.models[0]
         summary = None
-        model = sharding.unwrapped(self.trainer.model)
+        model = unwrapped(self.trainer.model)
         state = {}
-        if recipe.lora is None:
-            state = whole_model(self.trainer.model)
+        if self.recipe.lora is None:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(self.trainer.model, options=options)
         with together():
-            if self.main:
-                if recipe.lora is not None:
-                    model, state = merged_model(model, self.opened.models[0].local_folder)
-                summary = self._summary(command)
-                export_model(model, state, self.opened.models[0], folder.model, summary.provenance())
+            if not rank():
+                if self.recipe.lora:
+                    model, state = merged_model(model, source.local_folder)
+                summary = self._summary()
+                export_model(model, state, source, self.folder.model, summary.provenance())
                 self.checkpoints.prune()  # a run may have been killed between its last checkpoint and this point
-                write_json(folder.summary, summary.as_json())
-        if recipe.trackers:
+                write_json(self.folder.summary, summary.as_json())
+        if self.recipe.trackers:
             self.accelerator.end_training()
         return summary
 
-    def _summary(self, command: list[str] | None) -> RunSummary:
+    def _summary(self) -> RunSummary:
         recipe = self.recipe
         progress = self.progress
         lines = read_metrics(self.folder.metrics)
         return RunSummary(
-            **measurement("uptrain", command, str(self.accelerator.device)),
-            processes=self.accelerator.num_processes,
+            **measurement("uptrain", self.command, str(self.accelerator.device)),
+            processes=started(),
             model=str(self.folder.model),
             steps=progress.step,
             tokens=progress.tokens,
@@ -343,5 +328,5 @@ class Run:
             recipe=self.opened.recipe.resolved(),
             final_loss=lines[-1].get("loss") if lines else None,
             evaluation=recovery(progress.evaluations) if self.opened.held_out else None,
-            adapters=None if recipe.lora is None else str(recipe.lora),
+            adapters=str(recipe.lora) if recipe.lora else None,
         )

@@ -1,9 +1,9 @@
 """The files of a run beside its checkpoints, a check that a folder belongs to a run, and its lock."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -12,8 +12,7 @@ from gqa_convert.checkpoint.atomic_files import write_json, write_whole
 from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError
-from gqa_convert.families.loading import read_object
-from gqa_convert.training.metrics import RunSummary
+from gqa_convert.training.metrics import RunSummary, read_metrics
 from gqa_convert.training.recipe import Recipe
 
 LOCK = ".lock"
@@ -59,7 +58,7 @@ class RunFolder:
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
                 )
 
-    @contextlib.contextmanager
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """A context in which no other job uses the folder, which is made if it does not exist. If nothing was written, it
         is removed in the end.
@@ -79,29 +78,33 @@ class RunFolder:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+            with suppress(OSError):  # the folder may be gone or read-only by now
                 if list(self.path.iterdir()) == [lock]:
                     lock.unlink()
                     for each in made:
                         each.rmdir()
             os.close(handle)
 
-    def begin(self, recipe: Recipe, commits: DatasetCommits) -> None:
-        """Write the first files of a run, after which the folder belongs to it."""
-        text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
-        head = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
-        write_whole(self.recipe, (head + text).encode())
+    def begin(self, recipe: Recipe, commits: DatasetCommits, step: int) -> None:
+        """Write the first files of a run, after which the folder belongs to it.
+
+        Args:
+            recipe: of the run.
+            commits: that it keeps.
+            step: that it resumes from; metrics of later ones, and a line cut short by a crash, are removed.
+        """
+        text = "# The recipe of this run, with all defaults; written by gqa-convert uptrain.\n"
+        text += yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
+        write_whole(self.recipe, text.encode())
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)
-
-    def read_commits(self) -> DatasetCommits:
-        """The commits of Hub datasets that the run keeps; empty if none are recorded."""
-        return read_object(self.dataset_commits)
+        kept = [json.dumps(line) + "\n" for line in read_metrics(self.metrics) if line["step"] <= step]
+        write_whole(self.metrics, "".join(kept).encode())
 
     def finished(self) -> RunSummary | None:
         """The summary of a complete run; None if the run is not complete."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, ValueError, TypeError):
             if (self.model / "config.json").is_file():
                 return RunSummary(**json.loads(self.summary.read_bytes()))
         return None

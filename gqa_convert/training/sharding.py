@@ -5,15 +5,20 @@ accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` kee
 this is done here, from the same configuration.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
-from gqa_convert.processes import check_agreement, gathered, is_set, rank
+from gqa_convert.processes import by_first, check_agreement, is_set, rank, started
 from gqa_convert.training.recipe import Sharding
 
 
@@ -25,16 +30,9 @@ def number_of_shards(sharding: Sharding, processes: int) -> int:
             of accelerate).
         processes: the number of processes.
     """
-    if sharding == "full" or (sharding == "auto" and is_set(os.environ, "ACCELERATE_USE_FSDP")):
+    if sharding == "full" or (sharding == "auto" and is_set("ACCELERATE_USE_FSDP")):
         return processes
     return 1
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether `shard` has sharded a model."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
 
 
 def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) -> tuple[Any, list[str]]:
@@ -54,15 +52,10 @@ def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) ->
     return load_model(folder, dtype, **options)
 
 
-def replicate(model: Any, device: Any) -> Any:
-    """Copy the model to every process; gradients are averaged in the backward pass."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    devices = [device] if device.type == "cuda" else None
+def replicate(model: Any) -> Any:
+    """Wrap the model on this process's device; gradients of all processes are averaged in the backward pass."""
     # find_unused_parameters is not needed: transformers 5 holds all experts of a layer in one tensor, idle ones too
-    return DistributedDataParallel(
-        model.to(device), device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def shard(model: Any, device: Any, *, bf16: bool) -> Any:
@@ -78,18 +71,12 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     Raises:
         LaunchError: layers of the model share parameters.
     """
-    import torch
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     _match_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = {} if rank() else model.state_dict()
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (started(),))
+    dtype = torch.bfloat16 if bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers(model):
         for module in (*_of_other_dtypes(layer), layer):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -111,13 +98,14 @@ def _of_other_dtypes(layer: Any) -> list[Any]:
     transformers keeps in float32. FSDP2 gathers parameters of one dtype together.
     """
     first = next(layer.parameters()).dtype
-    own = ((module, module.parameters(recurse=False)) for module in layer.modules())
-    return [module for module, parameters in own if any(each.dtype != first for each in parameters)]
+    return [
+        module for module in layer.modules() if any(each.dtype != first for each in module.parameters(recurse=False))
+    ]
 
 
 def unwrapped(model: Any) -> Any:
     """The transformers model in the wrapper of `replicate`, or as it is."""
-    return model.module if hasattr(model, "module") else model
+    return getattr(model, "module", model)
 
 
 def reshard(model: Any) -> None:
@@ -125,7 +113,7 @@ def reshard(model: Any) -> None:
     shards. A model that is not sharded stays as it is.
     """
     for module in model.modules():
-        if is_sharded(module):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
@@ -138,10 +126,8 @@ def _match_the_first(model: Any) -> None:
     Raises:
         LaunchError: the models differ in more than that.
     """
-    import torch
-
     tensors = _tensors(model)
-    types = gathered({name: tensor.dtype for name, tensor in tensors.items()})[0]
+    types = by_first(lambda: {name: tensor.dtype for name, tensor in tensors.items()})
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name in types and name not in tensors:
             untie(model, name)
@@ -161,15 +147,7 @@ def layers(model: Any) -> Iterator[Any]:
     """The repeated blocks of a model, which its class declares as not to be split, innermost first."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = model._no_split_modules or ()
     for module in reversed(list(model.modules())):
         if type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer):
             yield module
-
-
-def set_gradient_sync(model: Any, sync: bool) -> None:
-    """Set whether the next forward and backward pass averages the gradients of all copies of the model. The shards of a
-    model always reduce theirs; otherwise each process would hold whole gradients.
-    """
-    if hasattr(model, "require_backward_grad_sync"):  # DDP
-        model.require_backward_grad_sync = sync

@@ -8,8 +8,6 @@ from typing import Any
 
 from gqa_convert.errors import GQAConvertError, InterruptedRunError, StoppedError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
 
 class StopRequests:
     """A context in which these signals raise an error immediately or at the end of a step.
@@ -29,14 +27,15 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
-            heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # not so under nohup
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, _: Any, error: Any, __: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._stopped is not None and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
+        if self._stopped and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
             raise self._stopped from None  # the interrupted code, such as an import, has replaced the exception
 
     @contextmanager
@@ -47,9 +46,6 @@ class StopRequests:
             yield
         finally:
             self._patient = False
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
 
     def _note(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name

@@ -9,7 +9,7 @@ from gqa_convert.data.hub import default_cache
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.opening import open_recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import read_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,14 @@ def tokenize_recipe(
         reason = str(stopped).split(":")[0]
         raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
     samples = opened.samples
-    sources = []
-    for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True):
-        sources.append(TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete))
+    sources = tuple(
+        TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete)
+        for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True)
+    )
     steps = recipe.steps(samples.tokens_per_sample)
     return TokenizedRecipe(
         cache=str(default_cache()),
-        sources=tuple(sources),
+        sources=sources,
         steps=steps,
         samples=steps * recipe.samples_per_step(samples.tokens_per_sample),
     )

@@ -3,8 +3,6 @@
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.errors import GQAConvertError, OutputError
 from gqa_convert.families.loading import no_bars
 from gqa_convert.processes import Say, out_of_memory, taking_part
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.stopping import StopRequests
 
 if TYPE_CHECKING:  # these import numpy and torch
@@ -56,19 +54,14 @@ def uptrain_checkpoint(
         StoppedError: a signal asked to stop, and the state is saved.
     """
     recipe = read_recipe(path, overrides)
-    with StopRequests() as stops, _explained(Path(recipe.output)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-        from gqa_convert.training.run import start_run
-
-        with taking_part(), no_bars():
-            return start_run(recipe, stops, on_message, on_step, on_tokenize, command)
-
-
-@contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Turn operating-system errors about the output folder or the memory into one line."""
+    output = Path(recipe.output)
     try:
-        yield
+        with StopRequests() as stops, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
+            from gqa_convert.training.run import Run
+
+            with taking_part(), no_bars():
+                return Run(recipe, stops, on_message, on_step, on_tokenize, command).complete()
     except GQAConvertError:
         raise
     except Exception as problem:  # safetensors reports a full disk without OSError
@@ -76,7 +69,7 @@ def _explained(output: Path) -> Iterator[None]:
             raise no_space(output, "resumes from the last checkpoint") from None
         if is_out_of_memory(problem):
             raise out_of_memory() from None
-        path = problem.filename if isinstance(problem, OSError) else None
-        if path is not None and Path(str(path)).absolute().is_relative_to(output.absolute()):
+        file = getattr(problem, "filename", None)
+        if file and Path(str(file)).absolute().is_relative_to(output.absolute()):
             raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
         raise

@@ -70,9 +70,10 @@ def run_cases(target: str) -> None:
 def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
     """Losses of two steps with adapters, and the merged weights after a checkpoint was saved and restored."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     from gqa_convert.training import sharding
-    from gqa_convert.training.checkpoints import Progress, set_state, state_of
+    from gqa_convert.training.checkpoints import Progress, state_of
     from gqa_convert.training.lora import merged_model
     from gqa_convert.training.models import load_student, place
     from gqa_convert.training.optimizers import build_optimizer
@@ -86,11 +87,11 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
     torch.manual_seed(0)
     model = load_student(recipe, folder)
-    placed = place(model, accelerator, sharded=sharded, bf16=recipe.precision == "bf16")
+    placed = place(model, accelerator.device, sharded=sharded, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
     options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), accelerator, **options)
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), **options)
     found: dict[str, Any] = {"loss": np.array([result.loss for result in trainer.run(lambda: False)])}
     alone = accelerator.num_processes == 1
     dcp.save(state_of(placed, optimizer), checkpoint_id=folder / "saved", no_dist=alone)
@@ -102,7 +103,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
         moments["exp_avg"].zero_()
     state = state_of(placed, optimizer)
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=alone)
-    set_state(placed, optimizer, state)
+    set_optimizer_state_dict(placed, optimizer, state["optimizer"])
     found["moment"] = np.array(sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values()))
     if accelerator.is_main_process:
         _, tensors = merged_model(model, folder)
@@ -133,7 +134,7 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
         placed = sharding.shard(model, accelerator.device, bf16=recipe.precision == "bf16")
         teacher = teacher and sharding.shard(teacher, accelerator.device, bf16=False)
     elif accelerator.num_processes > 1:
-        placed = sharding.replicate(model, accelerator.device)
+        placed = sharding.replicate(model.to(accelerator.device))
     optimizer = build_optimizer(model, recipe)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {}
@@ -145,7 +146,7 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(note)
     options: dict[str, Any] = {"steps": 2, "teacher": teacher, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), accelerator, **options)
+    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), **options)
     results = list(trainer.run(lambda: False))
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])

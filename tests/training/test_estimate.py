@@ -17,7 +17,7 @@ from gqa_convert.cli import app
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.estimate import Estimate, estimate
 from gqa_convert.training.optimizers import build_optimizer
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import read_recipe
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.documents import ROOT
 from tests.helpers.uptrain_runs import DEMO, recipe, student_home

@@ -15,8 +15,7 @@ from gqa_convert.data.keys import fields_of
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import Source
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.recipe import Recipe, make_recipe
-from gqa_convert.training.recipe_files import read_recipe
+from gqa_convert.training.recipe import Recipe, make_recipe, read_recipe
 from tests.helpers.documents import ROOT, SHIPPED_RECIPES
 
 BASE: dict[str, Any] = {"model": "m", "output": "o", "data": "d", "tokens": "10M"}

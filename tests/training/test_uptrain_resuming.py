@@ -16,7 +16,7 @@ import pytest
 
 from gqa_convert.errors import DataError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
 from gqa_convert.processes import taking_part
-from gqa_convert.training.metrics import RunLog, StepMetrics
+from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.run import Run
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.uptrain import uptrain_checkpoint
@@ -98,14 +98,14 @@ def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path
     output = tmp_path / "run"
 
     def signalled() -> None:
-        original = RunLog.write
+        original = Run.log
 
         def log(self: Any, result: Any) -> None:
             original(self, result)
             if result.step == 1:
                 os.kill(os.getpid(), number)
 
-        RunLog.write = log  # type: ignore[method-assign]  # in the child only
+        Run.log = log  # type: ignore[method-assign]  # in the child only
         run(home, output, save_every=100)
 
     code, message = in_child(signalled)
@@ -139,7 +139,7 @@ def test_signals_before_and_between_the_steps(
                 run(home, output)
         assert not (output / "model").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "write", during(RunLog, "write", again=True))
+        patch.setattr(Run, "log", during(Run, "log", again=True))
         code, message = in_child(lambda: run(home, tmp_path / "twice"))
         assert (code, "second Ctrl-C" in message) == (130, True)
     run(home, output)
@@ -167,14 +167,14 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
 
 def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Let a signal stop the next runs after a step."""
-    original = RunLog.write
+    original = Run.log
 
-    def write(self: RunLog, line: Any) -> None:
+    def write(self: Run, line: Any) -> None:
         original(self, line)
         if line.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(RunLog, "write", write)
+    monkeypatch.setattr(Run, "log", write)
 
 
 def test_a_larger_budget_warms_up_no_longer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
