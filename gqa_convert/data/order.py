@@ -1,16 +1,18 @@
-"""Maps sample numbers to sources and blocks by pure integer functions, identical on every machine and in every version
-of NumPy.
+"""Maps sample numbers to sources and blocks, and divides examples, by pure integer functions, identical on every machine
+and in every version of NumPy.
 """
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
+T = TypeVar("T")
 _LONGEST_PERIOD = 1 << 16
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -98,3 +100,24 @@ def _spread(parts: list[int]) -> list[tuple[int, int]]:
         order.append((chosen, turns[chosen]))
         turns[chosen] += 1
     return order
+
+
+def divided(found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int) -> tuple[Sequence[T], ...]:
+    """The first examples for the layers, the next ones held out, and the rest. Where there are too few for the first two,
+    one in nine is held out.
+
+    Args:
+        found: all examples.
+        lengths: the tokens of each.
+        fitted: tokens for the layers.
+        held_out: tokens to hold out; 0 for no example.
+    """
+    ends = np.cumsum(lengths)
+    layers = int(np.searchsorted(ends, fitted)) + 1
+    judged = max(layers, int(np.searchsorted(ends, fitted + held_out))) + 1
+    if not held_out or len(found) == 1:
+        judged = layers
+    elif judged > len(found):
+        layers = len(found) - max(1, len(found) // 9)
+        judged = len(found)
+    return found[:layers], found[layers:judged], found[judged:]

@@ -8,15 +8,14 @@ their texts first, so that little is lost. The encoder runs once for each window
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
-from gqa_convert.data.order import mix, permuted
+from gqa_convert.data.order import divided, mix, permuted
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import explained, load_tokenizer, no_warnings
 
@@ -27,7 +26,6 @@ _AT_ONCE = 16
 """Windows of a batch."""
 
 Batch = dict[str, Tensor]
-T = TypeVar("T")
 
 
 def speech_tokens_for(config: Config) -> int:
@@ -224,27 +222,6 @@ def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> list[SpokenText]:
             tokens = torch.cat([prompt, torch.tensor(ids)])
             found.append(SpokenText(sound, tokens[: speech.model.config.max_target_positions]))
     return found
-
-
-def divided(found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int) -> tuple[Sequence[T], ...]:
-    """The first examples for the layers, the next ones held out, and the rest. Where there are too few for the first two,
-    one in nine is held out.
-
-    Args:
-        found: all examples.
-        lengths: the tokens of each.
-        fitted: tokens for the layers.
-        held_out: tokens to hold out; 0 for no example.
-    """
-    ends = np.cumsum(lengths)
-    layers = int(np.searchsorted(ends, fitted)) + 1
-    judged = max(layers, int(np.searchsorted(ends, fitted + held_out))) + 1
-    if not held_out or len(found) == 1:
-        judged = layers
-    elif judged > len(found):
-        layers = len(found) - max(1, len(found) // 9)
-        judged = len(found)
-    return found[:layers], found[layers:judged], found[judged:]
 
 
 def _batches(found: Sequence[SpokenText]) -> list[Batch]:

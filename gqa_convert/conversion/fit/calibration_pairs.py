@@ -7,22 +7,22 @@ as sounds and their texts are (`gqa_convert.data.speech`).
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.fit.options import BATCH_TOKENS
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.hub import default_cache
-from gqa_convert.data.order import Integers, mix, permuted
+from gqa_convert.data.order import Integers, divided, mix, permuted
 from gqa_convert.data.pairs import PairEncoder, refuse_languages, shortened
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.speech import divided
 from gqa_convert.data.token_files import tokenize
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INPUT = "source"
 _FIELDS = (INPUT, "target")
@@ -94,7 +94,7 @@ def read_pairs(
 
 def pair_batches(
     folder: Path, config: Config, tokenizer: Any, pairs: Sequence[Pair], counts: Sequence[int]
-) -> tuple[list[list[dict[str, Tensor]]], int]:
+) -> "tuple[list[list[dict[str, Tensor]]], int]":
     """Batches of three parts without overlap, and the number of pairs in the first.
 
     Args:
@@ -113,7 +113,7 @@ def pair_batches(
     return [_batches(part, start) for part in parts], len(parts[0])
 
 
-def _batches(pairs: Sequence[Pair], start: int | None) -> list[dict[str, Tensor]]:
+def _batches(pairs: Sequence[Pair], start: int | None) -> "list[dict[str, Tensor]]":
     if not pairs:
         return []
     by_target = sorted(pairs, key=lambda pair: len(pair.target))
@@ -125,8 +125,10 @@ def _batches(pairs: Sequence[Pair], start: int | None) -> list[dict[str, Tensor]
     return made
 
 
-def _batch(pairs: Sequence[Pair], start: int | None) -> dict[str, Tensor]:
+def _batch(pairs: Sequence[Pair], start: int | None) -> "dict[str, Tensor]":
     """Pairs cut to the shortest source and the shortest target of them."""
+    import torch
+
     read = min(len(pair.source) for pair in pairs)
     written = min(len(pair.target) for pair in pairs)
     sources = np.stack([shortened(pair.source, read) for pair in pairs])
