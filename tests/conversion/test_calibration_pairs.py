@@ -19,6 +19,7 @@ from gqa_convert.data.target_writing import written_targets
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
 from tests.helpers import seq2seq
+from tests.helpers.fitting import divergence
 from tests.helpers.seq2seq import BOS, EOS
 
 START = 2
@@ -114,7 +115,10 @@ def test_a_conversion_on_pairs(kind: str, tmp_path: Path) -> None:
     result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
     assert result.calibration is not None
     assert result.calibration.kl is not None
-    assert result.calibration.kl.after <= result.calibration.kl.before
+    path = tmp_path / "pairs.jsonl"
+    drawn = calibration_batches(source, path, 3000, seed=0, held_out_tokens=2048, fresh_tokens=3 * 2048)
+    models = [load_model(folder, torch.float32)[0].eval() for folder in (source, tmp_path / "out")]
+    assert divergence(*models, drawn.held_out) == pytest.approx(result.calibration.kl.after, rel=2e-3)
     assert "pairs of source and target" in result.calibration.text
 
 
