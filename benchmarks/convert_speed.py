@@ -42,7 +42,9 @@ def measure(command: list[str]) -> dict[str, float]:
         if ended:
             break
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        peak = max([peak, *(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))])
+        peak = max(
+            [peak, *(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))]
+        )
         time.sleep(0.002)
     seconds = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -81,10 +83,14 @@ def contenders(source: Path, out: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4, help="4 make 2 GB, 32 make 13.5 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cache", choices=CACHES, nargs="+", default=CACHES, help="states of the page cache")
+    parser.add_argument(
+        "--cache", choices=CACHES, nargs="+", default=CACHES, help="states of the page cache"
+    )
     parser.add_argument("--folder", type=Path, help="where to work (on the disk to measure)")
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
@@ -101,7 +107,9 @@ def main() -> None:
             for name in commands if number % 2 == 0 else reversed(commands):
                 (warm if cache == "warm" else evict)(source)
                 os.sync()
-                runs.append({"cache": cache, "round": number, "name": name, **measure(commands[name])})
+                runs.append(
+                    {"cache": cache, "round": number, "name": name, **measure(commands[name])}
+                )
                 shutil.rmtree(out)
                 print(*runs[-1].values(), flush=True)
     pairs = list(itertools.product(arguments.cache, commands))
@@ -123,14 +131,25 @@ def main() -> None:
 def ratios(runs: list[dict[str, Any]], cache: str) -> dict[str, float]:
     """Minimum, median and maximum over the rounds of gqa-convert's time divided by cp's in the same round."""
     seconds = {(run["round"], run["name"]): run["seconds"] for run in runs if run["cache"] == cache}
-    values = [seconds[number, "gqa-convert"] / seconds[number, "cp"] for number in {number for number, _ in seconds}]
-    return {"min": round(min(values), 3), "median": round(statistics.median(values), 3), "max": round(max(values), 3)}
+    values = [
+        seconds[number, "gqa-convert"] / seconds[number, "cp"]
+        for number in {number for number, _ in seconds}
+    ]
+    return {
+        "min": round(min(values), 3),
+        "median": round(statistics.median(values), 3),
+        "max": round(max(values), 3),
+    }
 
 
 def medians(runs: list[dict[str, Any]], cache: str, name: str) -> dict[str, float]:
     """The medians over the rounds of what was measured of one contender."""
     own = [run for run in runs if run["cache"] == cache and run["name"] == name]
-    return {key: round(statistics.median(run[key] for run in own), 3) for key in own[0] if key not in KEYS}
+    return {
+        key: round(statistics.median(run[key] for run in own), 3)
+        for key in own[0]
+        if key not in KEYS
+    }
 
 
 if __name__ == "__main__":

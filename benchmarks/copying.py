@@ -47,7 +47,9 @@ def copied(model: Any, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("models", nargs="+", help="the source first")
     parser.add_argument("--text", required=True, help="a file, a folder, or python-stdlib:held-out")

@@ -45,7 +45,10 @@ def tensors(shape: Shape) -> dict[str, list[int]]:
     """The shape of each tensor."""
     hidden, wide = shape.hidden_size, shape.intermediate_size
     kv = hidden // shape.num_attention_heads * shape.num_key_value_heads
-    found = {"model.embed_tokens.weight": [shape.vocab_size, hidden], "lm_head.weight": [shape.vocab_size, hidden]}
+    found = {
+        "model.embed_tokens.weight": [shape.vocab_size, hidden],
+        "lm_head.weight": [shape.vocab_size, hidden],
+    }
     found["model.norm.weight"] = [hidden]
     for number in range(shape.num_hidden_layers):
         layer = f"model.layers.{number}"
@@ -53,7 +56,9 @@ def tensors(shape: Shape) -> dict[str, list[int]]:
         found |= {f"{layer}.self_attn.{name}_proj.weight": [kv, hidden] for name in "kv"}
         found |= {f"{layer}.mlp.{name}_proj.weight": [wide, hidden] for name in ("gate", "up")}
         found[f"{layer}.mlp.down_proj.weight"] = [hidden, wide]
-        found |= {f"{layer}.{name}_layernorm.weight": [hidden] for name in ("input", "post_attention")}
+        found |= {
+            f"{layer}.{name}_layernorm.weight": [hidden] for name in ("input", "post_attention")
+        }
     return found
 
 
@@ -61,7 +66,11 @@ def write_sparse(folder: Path, shape: Shape) -> None:
     """A checkpoint whose weights are a hole."""
     folder.mkdir()
     stated = {key: value for key, value in shape._asdict().items() if key != "groups"}
-    config = stated | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}
+    config = stated | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+    }
     config |= {"tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     header, offset = {}, 0
@@ -78,7 +87,16 @@ def write_sparse(folder: Path, shape: Shape) -> None:
 def dry_run(source: Path, groups: int, free: int) -> dict[str, Any]:
     """The estimate of a conversion where so many GB of a GPU are free."""
     machine = {"gpu_driver": True, "gpu": True, "bfloat16": True, "memory": free * 10**9}
-    command = ["convert", str(source), "--groups", str(groups), "--calibration", "python-stdlib", "--dry-run", "--json"]
+    command = [
+        "convert",
+        str(source),
+        "--groups",
+        str(groups),
+        "--calibration",
+        "python-stdlib",
+        "--dry-run",
+        "--json",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "gqa_convert", *command],
         env=os.environ | {STATED: json.dumps(machine)},
@@ -99,7 +117,9 @@ def main() -> None:
             heads = f"{shape.num_key_value_heads} -> {shape.groups}"
             for free in GPUS:
                 found = dry_run(source, shape.groups, free)
-                asked = f"{found['least_memory_bytes'] / 1e9:.0f} to {found['memory_bytes'] / 1e9:.0f}"
+                asked = (
+                    f"{found['least_memory_bytes'] / 1e9:.0f} to {found['memory_bytes'] / 1e9:.0f}"
+                )
                 left_out = "; ".join(found["left_out"]) or "nothing"
                 print(f"| {name} | {heads} | {free} | {asked} | {left_out} |")
 

@@ -75,7 +75,8 @@ def run(settings: Settings, *command: str | Path) -> dict[str, Any]:
         process = subprocess.Popen(
             [sys.executable, "-m", "gqa_convert", *map(str, command), "--json"],
             cwd=HERE,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(settings.folder / "cache")},
+            env=os.environ
+            | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(settings.folder / "cache")},
             stdout=output,
             stderr=messages,
             start_new_session=True,
@@ -119,7 +120,12 @@ def used_bytes() -> int:
 def make_source(folder: Path, *, layers: int, hidden: int) -> Path:
     """A Llama of heads of 128 with random weights and the bundled tokenizer."""
     make_llama(
-        folder, layers=layers, hidden=hidden, intermediate=hidden * 43 // 16, heads=hidden // 128, deviation=0.02
+        folder,
+        layers=layers,
+        hidden=hidden,
+        intermediate=hidden * 43 // 16,
+        heads=hidden // 128,
+        deviation=0.02,
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder / name)
@@ -135,9 +141,13 @@ def measure_attention(settings: Settings) -> list[dict[str, Any]]:
     for batch in (1,) if settings.small else (1, 32):
         for kv_heads in (32, 8, 4, 1):
             query = torch.randn(batch, 32, 1, 128, dtype=torch.bfloat16, device=DEVICE)
-            keys = torch.randn(2, batch, kv_heads, 64 if settings.small else 4096, 128, dtype=torch.bfloat16)
+            keys = torch.randn(
+                2, batch, kv_heads, 64 if settings.small else 4096, 128, dtype=torch.bfloat16
+            )
             key, value = keys.to(DEVICE)
-            found.append({"batch": batch, "kv_heads": kv_heads, **time_attention(query, key, value)})
+            found.append(
+                {"batch": batch, "kv_heads": kv_heads, **time_attention(query, key, value)}
+            )
     return found
 
 
@@ -149,7 +159,9 @@ def time_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     calls: dict[str, Callable[[], object]] = {
         "gqa": lambda: grouped_query_attention(query, key, value),
         "sdpa": lambda: sdpa(query, key, value, enable_gqa=True),
-        "repeated": lambda: sdpa(query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)),
+        "repeated": lambda: sdpa(
+            query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        ),
     }
     return {name: milliseconds(call) for name, call in calls.items()}
 
@@ -166,9 +178,29 @@ def measure_decoding(settings: Settings) -> dict[str, Any]:
     """Decoding steps and prefills of a model of 7B's layers, with all K/V heads and with fewer."""
     if settings.small:
         source = make_source(settings.folder / "source", layers=1, hidden=512)
-        return run(settings, "benchmark", source, "--candidates", "1,4", "--context", "64", "--repetitions", "1")
+        return run(
+            settings,
+            "benchmark",
+            source,
+            "--candidates",
+            "1,4",
+            "--context",
+            "64",
+            "--repetitions",
+            "1",
+        )
     source = make_source(settings.folder / "source", layers=4, hidden=4096)
-    return run(settings, "benchmark", source, "--candidates", "4,8,32", "--batch", "1,32", "--context", "4k")
+    return run(
+        settings,
+        "benchmark",
+        source,
+        "--candidates",
+        "4,8,32",
+        "--batch",
+        "1,32",
+        "--context",
+        "4k",
+    )
 
 
 def measure_uptraining(settings: Settings) -> dict[str, Any]:
@@ -178,7 +210,9 @@ def measure_uptraining(settings: Settings) -> dict[str, Any]:
     source = make_source(settings.folder / "source", layers=layers, hidden=hidden)
     model = settings.folder / "model"
     found: dict[str, Any] = {
-        "converting": run(settings, "convert", source, model, "--groups", str(groups), "--method", "mean")
+        "converting": run(
+            settings, "convert", source, model, "--groups", str(groups), "--method", "mean"
+        )
     }
     recipes = {}
     for name, lora in ADAPTERS.items():
@@ -205,7 +239,10 @@ def measure_uptraining(settings: Settings) -> dict[str, Any]:
         estimates = list(pool.map(dry_run, recipes.values()))
     for (name, recipe), estimate in zip(recipes.items(), estimates, strict=True):
         trained = run(settings, "uptrain", recipe)
-        found[name] = trained | {"estimate": estimate, **steps_taken(settings.folder / name / "metrics.jsonl")}
+        found[name] = trained | {
+            "estimate": estimate,
+            **steps_taken(settings.folder / name / "metrics.jsonl"),
+        }
         shutil.rmtree(settings.folder / name, ignore_errors=True)
     return found
 
@@ -218,7 +255,9 @@ def steps_taken(metrics: Path) -> dict[str, Any]:
     if not lines:
         return {}
     return {
-        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines[len(lines) // 2 :]),
+        "tokens_per_second": statistics.median(
+            line["tokens_per_second"] for line in lines[len(lines) // 2 :]
+        ),
         "allocated_gb": max(line["peak_memory_gb"] for line in lines),
         "losses": [line["loss"] for line in (lines[0], lines[-1])],
     }
@@ -230,7 +269,15 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
     if settings.small:
         text += ["--calibration-tokens", "1k", "--fit-steps", "2"]
     fitted = settings.folder / "fitted"
-    bundled = ["convert", DEMO, fitted, "--groups", "3", *text, *(["--kl-steps", "2"] if settings.small else [])]
+    bundled = [
+        "convert",
+        DEMO,
+        fitted,
+        "--groups",
+        "3",
+        *text,
+        *(["--kl-steps", "2"] if settings.small else []),
+    ]
     found = {
         "bundled model": run(settings, *bundled),
         "bundled model, dry run": run(settings, *bundled, "--dry-run"),
@@ -238,7 +285,16 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
     }
     layer = make_source(settings.folder / "layer", layers=1, hidden=512 if settings.small else 4096)
     groups = 2 if settings.small else 8
-    shaped = ["convert", layer, settings.folder / "none", "--groups", str(groups), *text, "--kl-steps", "0"]
+    shaped = [
+        "convert",
+        layer,
+        settings.folder / "none",
+        "--groups",
+        str(groups),
+        *text,
+        "--kl-steps",
+        "0",
+    ]
     found["one layer, dry run"] = run(settings, *shaped, "--dry-run")
     found["one layer"] = fit_layer(layer, settings.folder / "wide", groups, small=settings.small)
     return found
@@ -259,9 +315,15 @@ def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str,
     calibration = CalibrationOptions(source="python-stdlib", kl_steps=0)
     if small:
         calibration = replace(calibration, tokens=1000, steps=2)
-    done = convert_checkpoint(source, out, groups, ConversionOptions(calibration=calibration), on_layer=next_stage)
+    done = convert_checkpoint(
+        source, out, groups, ConversionOptions(calibration=calibration), on_layer=next_stage
+    )
     next_stage(FitProgress("", 0, 0))
-    found = {"seconds": round(sum(stages.values()), 1), "stages": stages, "merge_error": dict(done.merge_error)}
+    found = {
+        "seconds": round(sum(stages.values()), 1),
+        "stages": stages,
+        "merge_error": dict(done.merge_error),
+    }
     if DEVICE == "cuda":
         found["allocated_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     return found
@@ -277,19 +339,27 @@ PARTS: dict[str, Callable[[Settings], Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each part, and write what is there after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--folder", type=Path, help="for the checkpoints, on a disk with 15 GB; default: a temporary one"
+        "--folder",
+        type=Path,
+        help="for the checkpoints, on a disk with 15 GB; default: a temporary one",
     )
     parser.add_argument("--output", type=Path, help="JSON file to write, besides printing it")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--timeout", type=float, default=100, help="seconds after which a command is ended")
+    parser.add_argument(
+        "--timeout", type=float, default=100, help="seconds after which a command is ended"
+    )
     parser.add_argument("--small", action="store_true", help="tiny models, in a minute on a CPU")
     options = parser.parse_args(arguments)
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": " ".join(
+            ["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -298,7 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         began = time.perf_counter()
         try:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                report[part] = PARTS[part](Settings(folder=Path(folder), small=options.small, timeout=options.timeout))
+                report[part] = PARTS[part](
+                    Settings(folder=Path(folder), small=options.small, timeout=options.timeout)
+                )
         except Exception:  # the other parts are measured all the same
             report[part] = {"error": traceback.format_exc().splitlines()[-12:]}
         print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)

@@ -28,9 +28,24 @@ from gqa_convert.merging.attention_heads import Tensors, regroup_heads
 
 TOKENS = 1024
 SHAPES = {
-    "wide": {"hidden_size": 2048, "num_hidden_layers": 3, "intermediate_size": 5632, "vocab_size": 32_000},
-    "deep": {"hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 2816, "vocab_size": 32_000},
-    "many words": {"hidden_size": 896, "num_hidden_layers": 4, "intermediate_size": 4864, "vocab_size": 151_936},
+    "wide": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 3,
+        "intermediate_size": 5632,
+        "vocab_size": 32_000,
+    },
+    "deep": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "intermediate_size": 2816,
+        "vocab_size": 32_000,
+    },
+    "many words": {
+        "hidden_size": 896,
+        "num_hidden_layers": 4,
+        "intermediate_size": 4864,
+        "vocab_size": 151_936,
+    },
 }
 HEADS, GROUPS = 16, 4
 
@@ -39,7 +54,9 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
     """The bytes that were estimated, and by how much the peak of this process grew."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
-        config = LlamaConfig(**SHAPES[shape], num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=64)
+        config = LlamaConfig(
+            **SHAPES[shape], num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=64
+        )
         LlamaForCausalLM(config).bfloat16().save_pretrained(source)
         plan = make_plan(open_checkpoint(source), GROUPS, method="factor")
         with LayerStore(Path(folder) / "out", {}, keep=False) as store:
@@ -51,7 +68,9 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before = peak()
             shared = SharedStore(store)
-            student = Student(plan, shared, model, precision_of(plan, torch.device("cpu")), recompute=recompute)
+            student = Student(
+                plan, shared, model, precision_of(plan, torch.device("cpu")), recompute=recompute
+            )
             stage = LastStage(steps=2, seed=0, least=0.0, request={})
             train_together(student, shared, batches, batches, stage, lambda _: None)
             estimated = last_stage_bytes(plan, TOKENS, "cpu", recompute=recompute)
@@ -72,9 +91,13 @@ def peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, help="only this one, as JSON")
-    parser.add_argument("--recompute", action="store_true", help="of --shape: compute activations again")
+    parser.add_argument(
+        "--recompute", action="store_true", help="of --shape: compute activations again"
+    )
     options = parser.parse_args()
     if options.shape:
         print(json.dumps(measure(options.shape, recompute=options.recompute)))
@@ -82,10 +105,26 @@ def main() -> None:
     lines = []
     for shape in SHAPES:
         for flags in ([], ["--recompute"]):
-            command = [sys.executable, "-m", "benchmarks.last_stage_memory", "--shape", shape, *flags]
-            found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.last_stage_memory",
+                "--shape",
+                shape,
+                *flags,
+            ]
+            found = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
             sizes = [f"{found[name] / 1e9:.2f}" for name in ("measured", "estimated")]
-            lines.append([shape, "again" if flags else "kept", *sizes, f"{found['estimated'] / found['measured']:.2f}"])
+            lines.append(
+                [
+                    shape,
+                    "again" if flags else "kept",
+                    *sizes,
+                    f"{found['estimated'] / found['measured']:.2f}",
+                ]
+            )
     print(table(["shape", "activations", "measured, GB", "estimated, GB", "ratio"], lines))
 
 

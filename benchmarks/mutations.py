@@ -61,7 +61,9 @@ def mutate(node: Any) -> str | None:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         node.operand = ast.UnaryOp(ast.Not(), node.operand)
         return "not dropped"
-    if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue):
+    if isinstance(node, ast.If) and isinstance(
+        node.body[-1], ast.Return | ast.Raise | ast.Continue
+    ):
         last, node.body[-1] = node.body[-1], ast.copy_location(ast.Pass(), node.body[-1])
         return f"{type(last).__name__} removed"
     return None
@@ -75,7 +77,12 @@ def candidates(folder: Path, package: str) -> Iterator[dict[str, Any]]:
         for number, node in enumerate(nodes):
             if change := mutate(node):
                 line = node.body[-1].lineno if change.endswith("removed") else node.lineno
-                place = {"package": package, "file": str(path.relative_to(folder)), "node": number, "line": line}
+                place = {
+                    "package": package,
+                    "file": str(path.relative_to(folder)),
+                    "node": number,
+                    "line": line,
+                }
                 yield place | {"text": text.splitlines()[line - 1].strip(), "change": change}
 
 
@@ -102,16 +109,22 @@ class Recorder:
 def enter(copy: Path) -> None:
     """Let this process and those that it starts import the package from the copy."""
     os.chdir(copy)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     sys.path.insert(0, str(copy))
 
 
 def touch(folder: Path) -> None:
     """Copy the checkout, and run its tests under coverage."""
     copy = folder / "checkout"
-    shutil.copytree(Path(__file__).parents[1], copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    shutil.copytree(
+        Path(__file__).parents[1], copy, ignore=shutil.ignore_patterns(".*", "__pycache__")
+    )
     enter(copy)
-    recorded = coverage.Coverage(data_file=str(folder / "coverage"), include=[str(copy / "gqa_convert" / "*")])
+    recorded = coverage.Coverage(
+        data_file=str(folder / "coverage"), include=[str(copy / "gqa_convert" / "*")]
+    )
     with recorded.collect():
         pytest.main([*PYTEST, "tests"], plugins=[Recorder(folder / "tests.jsonl")])
     recorded.save()
@@ -122,9 +135,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def tests_of(place: dict[str, Any], touching: dict[int, list[str]], tests: dict[str, Any]) -> list[str]:
+def tests_of(
+    place: dict[str, Any], touching: dict[int, list[str]], tests: dict[str, Any]
+) -> list[str]:
     """The tests that execute a line, the fastest first, of `LIMIT` seconds together."""
-    lines = range(place["line"], max(place["line"] - 10, 0), -1)  # a call over many lines may count as its first
+    lines = range(
+        place["line"], max(place["line"] - 10, 0), -1
+    )  # a call over many lines may count as its first
     nearest: list[str] = next((touching[line] for line in lines if line in touching), [])
     own = [name for name in tests if name.startswith(f"tests/{place['package']}/")]
     found = [name for name in nearest if name in tests and tests[name]["passed"]] or own
@@ -144,7 +161,9 @@ def noticed_by(copy: Path, tests: list[str]) -> str | None:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         enter(copy)
-        resource.setrlimit(resource.RLIMIT_CPU, (3 * LIMIT, 3 * LIMIT))  # however busy the machine is
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (3 * LIMIT, 3 * LIMIT)
+        )  # however busy the machine is
         signal.alarm(60 * LIMIT)
         os._exit(pytest.main([*PYTEST, "-x", f"@{chosen}"], plugins=[Recorder(results)]))
     _, status = os.waitpid(child, 0)
@@ -174,7 +193,9 @@ def draw(copy: Path, given: Path | None) -> list[dict[str, Any]]:
 
 def run(folder: Path, places: list[dict[str, Any]]) -> None:
     """Try each place, and write FOLDER/mutations.json after each."""
-    importlib.import_module("transformers.models.llama.modeling_llama")  # with torch, so that forks need not import it
+    importlib.import_module(
+        "transformers.models.llama.modeling_llama"
+    )  # with torch, so that forks need not import it
     data = coverage.CoverageData(str(folder / "coverage"))
     data.read()
     copy, tests = folder / "checkout", {test["name"]: test for test in read(folder / "tests.jsonl")}
@@ -183,22 +204,32 @@ def run(folder: Path, places: list[dict[str, Any]]) -> None:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         mutate(list(ast.walk(tree))[place["node"]])
-        measured = next((file for file in data.measured_files() if file.endswith(place["file"])), "")
+        measured = next(
+            (file for file in data.measured_files() if file.endswith(place["file"])), ""
+        )
         chosen = tests_of(place, data.contexts_by_lineno(measured), tests)
         path.write_text(ast.unparse(tree), encoding="utf-8")
         place["noticed_by"] = noticed_by(copy, chosen)
         path.write_text(text, encoding="utf-8")
         caught = sum(each["noticed_by"] is not None for each in places[:number])
-        print(f"{caught} of {number}:", *(place[key] for key in ("file", "line", "change", "noticed_by")), flush=True)
+        print(
+            f"{caught} of {number}:",
+            *(place[key] for key in ("file", "line", "change", "noticed_by")),
+            flush=True,
+        )
         found = {"caught": caught, "tried": number, "places": places[:number]}
         (folder / "mutations.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=["touch", "run"])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--places", type=Path, help="an earlier result, whose places are tried again")
+    parser.add_argument(
+        "--places", type=Path, help="an earlier result, whose places are tried again"
+    )
     given = parser.parse_args()
     folder = given.folder.resolve()
     touch(folder) if given.step == "touch" else run(folder, draw(folder / "checkout", given.places))

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForSeq2SeqLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from benchmarks.records import Records, gqa_convert
 from gqa_convert.data.order import mix
@@ -88,7 +93,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words += [f"<extra_id_{number}>" for number in reversed(range(100))]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     sentinels = [f"<extra_id_{number}>" for number in range(100)]
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
@@ -123,7 +130,9 @@ def train(folder: Path) -> None:
         if step % 4:
             rows = [pair(next(drawn)) for _ in range(ROWS)]
             batch = tokenizer([row["source"] for row in rows], padding=True, return_tensors="pt")
-            labels = tokenizer([row["target"] for row in rows], padding=True, return_tensors="pt")["input_ids"]
+            labels = tokenizer([row["target"] for row in rows], padding=True, return_tensors="pt")[
+                "input_ids"
+            ]
             batch["labels"] = labels.masked_fill(labels == 0, -100)
         else:
             batch = corrupted(tokenizer, corruption, drawn, step)
@@ -139,7 +148,9 @@ def train(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def corrupted(tokenizer: Any, corruption: SpanCorruption, drawn: Iterator[int], step: int) -> dict[str, Any]:
+def corrupted(
+    tokenizer: Any, corruption: SpanCorruption, drawn: Iterator[int], step: int
+) -> dict[str, Any]:
     """A batch of span corruption of lines behind one another."""
     count = ROWS // 4
     ids: list[int] = []
@@ -147,7 +158,9 @@ def corrupted(tokenizer: Any, corruption: SpanCorruption, drawn: Iterator[int], 
         ids += tokenizer(line(pair(next(drawn))), add_special_tokens=False)["input_ids"]
     raw = torch.tensor(ids[: count * corruption.raw]).view(count, -1).numpy()
     made = corruption.batch(raw, [(mix(step), row) for row in range(count)])
-    return {name: torch.from_numpy(array) for name, array in made.items() if name != "decoder_input_ids"}
+    return {
+        name: torch.from_numpy(array) for name, array in made.items() if name != "decoder_input_ids"
+    }
 
 
 def line(row: dict[str, str]) -> str:
@@ -186,13 +199,17 @@ def exact_answers(model: Path, folder: Path) -> float:
 
 def score(model: Path, source: Path, folder: Path) -> dict[str, Any]:
     fields = ["--source-field", "source", "--target-field", "target"]
-    found, _ = gqa_convert("evaluate", model, "--reference", source, "--data", folder / "held-out.jsonl", *fields)
+    found, _ = gqa_convert(
+        "evaluate", model, "--reference", source, "--data", folder / "held-out.jsonl", *fields
+    )
     result = found["results"][0]
     return {"exact": exact_answers(model, folder), "loss": result["loss"], "kl": result["kl"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="of models and text")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 1], help="(%(default)s)")
@@ -211,16 +228,27 @@ def main() -> None:
     for groups in options.groups:
         ways = [("mean", 0, ["--method", "mean"])]
         for seed in options.seeds:
-            ways += [(text, seed, ["--calibration", str(folder / TEXTS[text]), "--seed", str(seed)]) for text in TEXTS]
+            ways += [
+                (text, seed, ["--calibration", str(folder / TEXTS[text]), "--seed", str(seed)])
+                for text in TEXTS
+            ]
         for text, seed, words in ways:
             cell = records.cell(groups=groups, text=text, seed=seed)
             if "exact" in cell:
                 continue
             out = folder / "out"
-            _, minutes = gqa_convert("convert", source, out, "--groups", str(groups), *words, "--overwrite")
+            _, minutes = gqa_convert(
+                "convert", source, out, "--groups", str(groups), *words, "--overwrite"
+            )
             cell |= minutes | score(out, source, folder)
             records.write()
-            print(groups, text, seed, {key: round(cell[key], 4) for key in ("exact", "loss", "kl")}, flush=True)
+            print(
+                groups,
+                text,
+                seed,
+                {key: round(cell[key], 4) for key in ("exact", "loss", "kl")},
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -23,13 +23,18 @@ def gqa_convert(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
     """
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "gqa_convert", *map(str, words), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"}, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "120"}, check=False
+    )
     if done.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(map(str, words))} ended with exit code {done.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     wall = time.monotonic() - began
-    return json.loads(done.stdout), {"minutes": round(wall / 60, 2), "core_minutes": round(processor / 60, 2)}
+    return json.loads(done.stdout), {
+        "minutes": round(wall / 60, 2),
+        "core_minutes": round(processor / 60, 2),
+    }
 
 
 class Records:

@@ -12,7 +12,13 @@ from transformers import LlamaConfig
 
 
 def make_llama(
-    folder: Path, *, layers: int, hidden: int = 4096, intermediate: int = 11008, heads: int = 32, deviation: float = 1.0
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int = 4096,
+    intermediate: int = 11008,
+    heads: int = 32,
+    deviation: float = 1.0,
 ) -> int:
     """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers in files of 5 GB; returns its bytes of weights.
 
@@ -34,12 +40,18 @@ def make_llama(
     for layer in range(layers):
         stem = f"model.layers.{layer}."
         shapes |= {f"{stem}self_attn.{name}_proj.weight": (hidden, hidden) for name in "kqvo"}
-        shapes |= {f"{stem}mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")}
+        shapes |= {
+            f"{stem}mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")
+        }
         shapes |= {f"{stem}mlp.down_proj.weight": (hidden, intermediate)}
-        shapes |= {f"{stem}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{stem}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
     # one block, which every matrix repeats from a different place
-    normals = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * np.float32(deviation)
+    normals = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32) * np.float32(
+        deviation
+    )
     block = torch.from_numpy((normals.view(np.uint32) >> 16).astype(np.uint16)).view(torch.bfloat16)
     places = {name: number * 4099 for number, name in enumerate(shapes)}
 
@@ -50,7 +62,10 @@ def make_llama(
         numbers = block.roll(-places[name]).repeat(-(-shape.numel() // len(block)))
         return numbers[: shape.numel()].view(shape).clone()
 
-    described = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    described = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in shapes.items()
+    }
     split = split_torch_state_dict_into_shards(described, max_shard_size=5_000_000_000)
     for file, names in split.filename_to_tensors.items():
         save_file({name: weights(name) for name in names}, folder / file, {"format": "pt"})

@@ -38,13 +38,22 @@ WARM_UP = 3
 def make_model(folder: Path) -> None:
     """Write a random Llama of the bundled model's size with 12 query heads and 3 K/V heads, and text for it."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 5, "vocab_size": 2048}
+    sizes = {
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "num_hidden_layers": 5,
+        "vocab_size": 2048,
+    }
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=LENGTH, tie_word_embeddings=True)
+    config = transformers.LlamaConfig(
+        **sizes, **heads, max_position_embeddings=LENGTH, tie_word_embeddings=True
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     transformers.AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "model")
     words = np.random.default_rng(0).integers(0, 10_000, 300_000)
-    (folder / "text.txt").write_text(" ".join(f"word{number}" for number in words), encoding="utf-8")
+    (folder / "text.txt").write_text(
+        " ".join(f"word{number}" for number in words), encoding="utf-8"
+    )
 
 
 def launched(command: list[str], arguments: argparse.Namespace, folder: Path) -> None:
@@ -54,8 +63,16 @@ def launched(command: list[str], arguments: argparse.Namespace, folder: Path) ->
     launcher = [sys.executable]
     if arguments.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
-    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, check=False)
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(arguments.processes),
+        ]
+    done = subprocess.run(
+        [*launcher, *command], env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(done.stderr)
 
@@ -85,20 +102,26 @@ def run_uptrain(arguments: argparse.Namespace, folder: Path, number: int) -> flo
 def run_bare(arguments: argparse.Namespace, folder: Path, number: int) -> float:
     """Tokens per second of the bare loop, which this script runs in other processes."""
     result = folder / f"bare-{number}.json"
-    launched([__file__, *sys.argv[1:], "--bare", str(folder), "--output", str(result)], arguments, folder)
+    launched(
+        [__file__, *sys.argv[1:], "--bare", str(folder), "--output", str(result)], arguments, folder
+    )
     return float(json.loads(result.read_text(encoding="utf-8")))
 
 
 def bare_loop(arguments: argparse.Namespace) -> None:
     """Train in this process, and write the tokens per second of all processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(arguments.bare / "model", dtype=torch.float32)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(
+        arguments.bare / "model", dtype=torch.float32
+    )
     model.train()
     if processes > 1:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     ids = torch.randint(2, 2048, (MICRO_BATCH, LENGTH + 1))
     times = []
     for _ in range(arguments.steps):
@@ -114,7 +137,9 @@ def bare_loop(arguments: argparse.Namespace) -> None:
         times.append(time.perf_counter() - began)
     tokens = LENGTH * MICRO_BATCH * ACCUMULATION * processes
     if os.environ.get("RANK", "0") == "0":
-        arguments.output.write_text(json.dumps(tokens / statistics.median(times[WARM_UP:])), encoding="utf-8")
+        arguments.output.write_text(
+            json.dumps(tokens / statistics.median(times[WARM_UP:])), encoding="utf-8"
+        )
     if processes > 1:
         del model  # with its gradients' buckets: otherwise the group's end may wait for ever
         torch.distributed.barrier()
@@ -122,7 +147,9 @@ def bare_loop(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30, help="of a run")
     parser.add_argument("--rounds", type=int, default=7)
@@ -148,10 +175,14 @@ def main() -> None:
         "accumulation": ACCUMULATION,
         "precision": "no",
     }
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "bare")} | shape
+    settings = {
+        name: value for name, value in vars(arguments).items() if name not in ("output", "bare")
+    } | shape
     found = {
         "tokens_per_second": {name: round(statistics.median(each)) for name, each in rates.items()},
-        "uptrain_over_bare": [round(number, 4) for number in (statistics.median(ratios), min(ratios), max(ratios))],
+        "uptrain_over_bare": [
+            round(number, 4) for number in (statistics.median(ratios), min(ratios), max(ratios))
+        ],
         **settings,
         "cores": os.cpu_count(),
         "machine": platform.machine(),

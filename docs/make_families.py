@@ -88,7 +88,9 @@ def engines(model_type: str) -> str:
     """What is known of a type in each engine besides transformers, as cells."""
     record = record_of({"model_type": model_type})
     run, listed = record.run_in, record.listed_in
-    return " | ".join("yes" if name in run else "listed" if name in listed else "" for name in LOADERS[1:])
+    return " | ".join(
+        "yes" if name in run else "listed" if name in listed else "" for name in LOADERS[1:]
+    )
 
 
 def rows(types: dict[str, list[str]]) -> str:
@@ -97,7 +99,9 @@ def rows(types: dict[str, list[str]]) -> str:
 
 
 def pairs(items: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{name} ({other})" for name, other in sorted(items, key=lambda pair: pair[0].lower()))
+    return ", ".join(
+        f"{name} ({other})" for name, other in sorted(items, key=lambda pair: pair[0].lower())
+    )
 
 
 def document() -> str:
@@ -107,11 +111,20 @@ def document() -> str:
         if family.native:
             native[engines(name)].append(name)
     own = [name for name, family in FAMILIES.items() if family.modeling and not family.is_converted]
-    listed = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
-    wide = sorted(name for name, family in FAMILIES.items() if "llama.cpp" in family.beyond_window_in)
-    stock = [f"| {form.model_type} | {form.stock} | {form.condition} | {engines(form.stock)} |" for form in STOCK_TYPES]
+    listed = sorted(
+        family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed"
+    )
+    wide = sorted(
+        name for name, family in FAMILIES.items() if "llama.cpp" in family.beyond_window_in
+    )
+    stock = [
+        f"| {form.model_type} | {form.stock} | {form.condition} | {engines(form.stock)} |"
+        for form in STOCK_TYPES
+    ]
     return PAGE.format(
-        native=rows(dict(sorted(native.items(), key=lambda item: (-item[0].count("yes"), -len(item[1]))))),
+        native=rows(
+            dict(sorted(native.items(), key=lambda item: (-item[0].count("yes"), -len(item[1]))))
+        ),
         wide=", ".join(wide),
         composites=pairs(COMPOSITES.items()),
         stock="\n".join(stock),

@@ -20,7 +20,9 @@ DOCUMENT = Path(__file__).with_name("uptraining-reference.md")
 def updated(page: str) -> str:
     """The page with the tables as the declarations have them."""
     for first, declared in (("model", Recipe), ("source", Source), ("rank", Lora)):
-        table = re.compile(rf"^\| key \|[^\n]*\n\|[-|]+\|\n\| `{first}` \|.*?(?=\n\n)", re.DOTALL | re.MULTILINE)
+        table = re.compile(
+            rf"^\| key \|[^\n]*\n\|[-|]+\|\n\| `{first}` \|.*?(?=\n\n)", re.DOTALL | re.MULTILINE
+        )
         assert len(table.findall(page)) == 1, f"{DOCUMENT} has no table whose first key is {first}"
         page = table.sub(lambda _: keys_table(declared), page)  # noqa: B023
     return page
@@ -54,5 +56,9 @@ def find_choices(stated: Any) -> list[str]:
 if __name__ == "__main__":
     page = DOCUMENT.read_text(encoding="utf-8")
     if "--check" in sys.argv:
-        sys.exit(None if updated(page) == page else f"{DOCUMENT} is out of date: run docs/make_recipe_keys.py")
+        sys.exit(
+            None
+            if updated(page) == page
+            else f"{DOCUMENT} is out of date: run docs/make_recipe_keys.py"
+        )
     DOCUMENT.write_text(updated(page), encoding="utf-8")

@@ -14,5 +14,8 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 def on_page_content(content: str, **_: Any) -> str:
     """Replaces what the extension arithmatex has found."""
     return _FORMULA.sub(
-        lambda found: convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block"), content
+        lambda found: convert(
+            html.unescape(found[2]), display="inline" if found[1] == "span" else "block"
+        ),
+        content,
     )

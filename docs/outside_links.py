@@ -23,9 +23,15 @@ def on_files(files: Files, config: Any) -> Files:
         for target in _LINK.findall(page.content_string):
             path = _in_repository(page.src_uri, target)
             name = _in_site(path)
-            if not name.startswith(f"{SHELF}/") or files.get_file_from_path(name) or not (ROOT / path).is_file():
+            if (
+                not name.startswith(f"{SHELF}/")
+                or files.get_file_from_path(name)
+                or not (ROOT / path).is_file()
+            ):
                 continue
-            added = File.generated(config, name, abs_src_path=str(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV)
+            added = File.generated(
+                config, name, abs_src_path=str(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV
+            )
             files.append(added)
             if added.is_documentation_page():
                 pages.append(added)
@@ -37,7 +43,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = page.file.src_uri
 
     def moved(link: re.Match[str]) -> str:
-        return posixpath.relpath(_in_site(_in_repository(here, link[1])), posixpath.dirname(here) or ".")
+        return posixpath.relpath(
+            _in_site(_in_repository(here, link[1])), posixpath.dirname(here) or "."
+        )
 
     return _LINK.sub(moved, markdown)
 

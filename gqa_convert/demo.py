@@ -54,8 +54,13 @@ def run_demo(
     if out.exists():
         raise OutputError(f"{out} exists already: name a new folder, as in gqa-convert demo FOLDER")
     out.mkdir(parents=True)
-    text = CalibrationOptions(_TEXT, tokens=calibration_tokens, kl_steps=0, mix=False)  # 200 steps take two minutes
-    conversions = {"mean": ConversionOptions(method="mean"), "fit": ConversionOptions(calibration=text)}
+    text = CalibrationOptions(
+        _TEXT, tokens=calibration_tokens, kl_steps=0, mix=False
+    )  # 200 steps take two minutes
+    conversions = {
+        "mean": ConversionOptions(method="mean"),
+        "fit": ConversionOptions(calibration=text),
+    }
     models = {"source": CHECKPOINT}
     verified: dict[str, bool] = {}
     for name, options in conversions.items():
@@ -66,7 +71,9 @@ def run_demo(
     progress("converting and verifying", 2, 2)
     models["fit, uptrained"] = _uptrain(out, uptraining_tokens, progress)
     held_out = EvaluationOptions(tokens=held_out_tokens, batch=8)
-    scores = evaluate(list(map(str, models.values())), as_source(HELD_OUT), held_out, progress=progress).results
+    scores = evaluate(
+        list(map(str, models.values())), as_source(HELD_OUT), held_out, progress=progress
+    ).results
     results = []
     for (name, folder), found in zip(models.items(), scores, strict=True):
         row = {
@@ -109,8 +116,12 @@ def _uptrain(out: Path, tokens: int, progress: Progress) -> Path:
     path = out / "uptraining.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     try:
-        run = uptrain_checkpoint(path, [], on_step=lambda metrics, steps: progress("uptraining", metrics.step, steps))
+        run = uptrain_checkpoint(
+            path, [], on_step=lambda metrics, steps: progress("uptraining", metrics.step, steps)
+        )
     except StoppedError:
-        raise InterruptedRunError(f"stopped while uptraining: gqa-convert uptrain {path} continues") from None
+        raise InterruptedRunError(
+            f"stopped while uptraining: gqa-convert uptrain {path} continues"
+        ) from None
     assert run is not None
     return Path(run.model)

@@ -21,7 +21,8 @@ class GQAConvertError(Exception):
 def _one_line(message: str) -> str:
     """Return the message as one printable line of limited length, since it may quote names from untrusted files."""
     line = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in message[:_LONGEST]
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in message[:_LONGEST]
     )
     return line if len(message) <= _LONGEST else f"{line} ... {_one_line(message[-200:])}"
 

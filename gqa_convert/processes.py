@@ -26,10 +26,14 @@ _REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
 """Switches of accelerate that would have no effect or a different one, and the reason."""
-_ADVICE = (
-    "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
+_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
+_BROKEN = (
+    "DistBackendError",
+    "DistNetworkError",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/",
 )
-_BROKEN = ("DistBackendError", "DistNetworkError", "Connection closed by peer", "Connection reset by peer", "gloo/")
 """Texts in torch's errors when another process has ended."""
 
 Say = Callable[[str], None]
@@ -102,7 +106,9 @@ def check_environment() -> None:
     needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
     missing = [name for name in needed if not os.getenv(name)]
     for name in needed:
-        if missing and os.getenv(name):  # as when accelerate starts one process with --cpu or MULTI_CPU
+        if missing and os.getenv(
+            name
+        ):  # as when accelerate starts one process with --cpu or MULTI_CPU
             raise LaunchError(f"{name} is set and {missing[0]} is not: {_ADVICE}, or unset {name}")
 
 
@@ -330,7 +336,9 @@ def taking_part() -> Iterator[None]:
         _leave()
         raise
     except RuntimeError as problem:  # in the middle of a step
-        if _waiting_group is not None and any(word in f"{type(problem).__name__} {problem}" for word in _BROKEN):
+        if _waiting_group is not None and any(
+            word in f"{type(problem).__name__} {problem}" for word in _BROKEN
+        ):
             raise _ended(problem) from None
         raise
     _leave()
@@ -339,7 +347,9 @@ def taking_part() -> Iterator[None]:
 def _leave() -> None:
     global _waiting_group
     _waiting_group = None
-    torch = sys.modules.get("torch")  # not imported if a signal interrupted the import, which must not start again
+    torch = sys.modules.get(
+        "torch"
+    )  # not imported if a signal interrupted the import, which must not start again
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -62,10 +62,14 @@ def paragraphs_of(source: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", help="a file, a folder, a pattern, or python-stdlib")
     parser.add_argument("out", type=Path, help="the file to write, JSON lines")
-    parser.add_argument("--texts", type=int, default=250, help="of some 16,000 tokens each; default 250")
+    parser.add_argument(
+        "--texts", type=int, default=250, help="of some 16,000 tokens each; default 250"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.texts < 1:

@@ -17,7 +17,9 @@ from gqa_convert.checkpoint.devices import STATED
 pytest.register_assert_rewrite("tests.helpers")
 
 # How long an example takes says nothing where other programs run.
-hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("suite")
 
 # Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
@@ -48,7 +50,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if not reason.startswith(EXPECTED_SKIPS):
             report.outcome = "failed"
-            report.longrepr = f"add the reason to EXPECTED_SKIPS in tests/conftest.py, or do not skip: {reason}"
+            report.longrepr = (
+                f"add the reason to EXPECTED_SKIPS in tests/conftest.py, or do not skip: {reason}"
+            )
     return report
 
 

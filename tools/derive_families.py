@@ -104,7 +104,9 @@ def derive(model_type: str, facts: dict[str, Any]) -> dict[str, Any]:
             row["rotary"] = "none"
         elif "AutoModelForCausalLM" in classes:
             row |= rotary(model_type, model, classes, row)
-    return {key: value for key, value in row.items() if key not in facts and USUAL.get(key) != value}
+    return {
+        key: value for key, value in row.items() if key not in facts and USUAL.get(key) != value
+    }
 
 
 def classes_of(model_type: str) -> dict[str, str]:
@@ -148,7 +150,10 @@ def left_out(config_class: Any) -> dict[str, Any]:
         return found
     if kinds and set(kinds) == {"sliding_attention", "full_attention"}:
         every = kinds.index("full_attention") + 1
-        regular = [("sliding_attention", "full_attention")[(number + 1) % every == 0] for number in range(len(kinds))]
+        regular = [
+            ("sliding_attention", "full_attention")[(number + 1) % every == 0]
+            for number in range(len(kinds))
+        ]
         if kinds == regular:
             found["sliding_window_pattern"] = every
     return found
@@ -233,7 +238,9 @@ def key_norm(attention: nn.Module, kv_heads: int, head_dim: int) -> dict[str, An
     return {}
 
 
-def in_place_of_attention(model: nn.Module, base: str, model_layers: list[str], inside: set[str]) -> list[str]:
+def in_place_of_attention(
+    model: nn.Module, base: str, model_layers: list[str], inside: set[str]
+) -> list[str]:
     """What layers without attention have and the others have not."""
     with_attention: set[str] = set()
     without: set[str] = set()
@@ -245,14 +252,17 @@ def in_place_of_attention(model: nn.Module, base: str, model_layers: list[str], 
     return sorted(without - with_attention)
 
 
-def rotary(model_type: str, model: nn.Module, classes: dict[str, str], row: dict[str, Any]) -> dict[str, Any]:
+def rotary(
+    model_type: str, model: nn.Module, classes: dict[str, str], row: dict[str, Any]
+) -> dict[str, Any]:
     """Which rows of a key head form pairs, what share of a head that is, and whether a config may state another."""
     stated = model.config.to_dict().get("rope_parameters") or {}
     share: dict[str, Any] = {}
     if pairs_of(model) and not any(isinstance(value, dict) for value in stated.values()):
         stated = {"rope_theta": 10000.0} | stated | {"rope_type": "default"}
         configs = [
-            tiny_config(model_type, rope_parameters=stated | {"partial_rotary_factor": each}) for each in (1.0, 0.5)
+            tiny_config(model_type, rope_parameters=stated | {"partial_rotary_factor": each})
+            for each in (1.0, 0.5)
         ]
         whole, half = (build(config, classes) for config in configs)
         share["reads_rotary_share"] = pairs_of(whole) != pairs_of(half)
@@ -274,7 +284,11 @@ def by_default(model_type: str, classes: dict[str, str]) -> nn.Module:
 
 def pairs_of(model: nn.Module) -> int:
     """Rotary pairs of a head, by the buffer of their frequencies; 0 without one."""
-    found = [b.shape[0] for n, b in model.named_buffers() if n.endswith("inv_freq") and not ELSEWHERE.search(n)]
+    found = [
+        b.shape[0]
+        for n, b in model.named_buffers()
+        if n.endswith("inv_freq") and not ELSEWHERE.search(n)
+    ]
     return max(found, default=0)
 
 
@@ -285,14 +299,17 @@ def reached_rows(model: nn.Module, row: dict[str, Any]) -> set[int]:
     found: set[int] = set()
     for first in first_rows(model, row, kv_heads):
 
-        def one_number(_: nn.Module, __: Any, output: torch.Tensor, first: int = first) -> torch.Tensor:
+        def one_number(
+            _: nn.Module, __: Any, output: torch.Tensor, first: int = first
+        ) -> torch.Tensor:
             result = torch.zeros_like(output)
             result[..., first] = 1.0
             return result
 
         name = row.get("fused") or row["key"]
         handles = [
-            module.get_submodule(name).register_forward_hook(one_number) for _, module in attention_modules(model)
+            module.get_submodule(name).register_forward_hook(one_number)
+            for _, module in attention_modules(model)
         ]
         try:
             found |= reached(cached_keys(model))
@@ -314,7 +331,11 @@ def first_rows(model: nn.Module, row: dict[str, Any], kv_heads: int) -> list[int
 def cached_keys(model: nn.Module) -> list[torch.Tensor]:
     """The keys [batch, head, position, row] that layers cache."""
     result = model.generate(
-        torch.tensor(TOKENS), max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0
+        torch.tensor(TOKENS),
+        max_new_tokens=1,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=0,
     )
     keys = [getattr(layer, "keys", None) for layer in getattr(result.past_key_values, "layers", [])]
     return [key for key in keys if key is not None and key.dim() == 4]

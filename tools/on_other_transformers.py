@@ -32,12 +32,28 @@ def test_on(requirement: str) -> None:
         CalledProcessError: it can't be installed, or a test fails.
     """
     place = Path(sys.prefix) / "other" / re.sub(r"[^\w.]+", "-", requirement)
-    install = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--target", place, requirement]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--upgrade",
+        "--no-deps",
+        "--target",
+        place,
+        requirement,
+    ]
     subprocess.run(install, check=True)
     environment = os.environ | {"PYTHONPATH": str(place)}
     show = "import transformers; print('modelling files on transformers', transformers.__version__, 'of', transformers.__file__)"
     subprocess.run([sys.executable, "-c", show], check=True, env=environment)
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "2", *TESTS], check=True, env=environment, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", *TESTS],
+        check=True,
+        env=environment,
+        cwd=ROOT,
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ LIST = MODELING / "released.json"
 
 def current() -> dict[str, object]:
     """The entry of the package's version."""
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(MODELING.glob("gqa_*.py"))}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(MODELING.glob("gqa_*.py"))
+    }
     return {"transformers": TESTED, "files": files}
 
 

@@ -43,7 +43,9 @@ with a budget `GROUPS`.
 """
 
 
-def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, records: Records) -> None:
+def score(
+    model: Path, source: Path, options: argparse.Namespace, scores: Cell, records: Records
+) -> None:
     """Add what is missing to the scores of a model, which may be the source itself."""
     against = [] if model == source else ["--reference", source]
     asked = ["evaluate", model, *against, "--dtype", options.dtype]
@@ -52,12 +54,16 @@ def score(model: Path, source: Path, options: argparse.Namespace, scores: Cell, 
             measured = scores.setdefault("loss", {}).setdefault(kind, {})
             if str(window) not in measured:
                 text = ["--data", options.folder / "text" / f"{kind}-held-out.jsonl"]
-                found, _ = gqa_convert(*asked, *text, "--tokens", str(options.tokens), "--window", str(window))
+                found, _ = gqa_convert(
+                    *asked, *text, "--tokens", str(options.tokens), "--window", str(window)
+                )
                 measured[str(window)] = losses(found["results"][0])
                 records.write()
     if "retrieval" not in scores and options.lengths:
         lengths = ",".join(map(str, options.lengths))
-        found, _ = gqa_convert(*asked, "--retrieval", "--lengths", lengths, "--questions", str(options.questions))
+        found, _ = gqa_convert(
+            *asked, "--retrieval", "--lengths", lengths, "--questions", str(options.questions)
+        )
         scores["retrieval"] = retrieval(found["results"][0]["retrieval"])
         records.write()
 
@@ -93,10 +99,16 @@ def retrieval(found: list[dict[str, Any]]) -> dict[str, Cell]:
     return cells
 
 
-def measure(method: str, seed: int | None, source: Path, options: argparse.Namespace, records: Records) -> None:
+def measure(
+    method: str, seed: int | None, source: Path, options: argparse.Namespace, records: Records
+) -> None:
     """Convert by a method, and score the result."""
     text = None if seed is None else options.text
-    keys = {"calibration": text, "calibration_tokens": options.calibration_tokens if text else None, "seed": seed}
+    keys = {
+        "calibration": text,
+        "calibration_tokens": options.calibration_tokens if text else None,
+        "seed": seed,
+    }
     cell = records.cell(model=source.name, groups=GROUPS, method=method, **keys)
     out = options.folder / "converted" / f"{source.name}-{method}-{text}-{seed}"
     given: list[str | Path] = list(METHODS[method])
@@ -104,8 +116,14 @@ def measure(method: str, seed: int | None, source: Path, options: argparse.Names
         given = ["--groups", str(GROUPS), *given]
     if text:
         given += [options.folder / "text" / f"{text}-calibration.jsonl", "--seed", str(seed)]
-        given += ["--calibration-tokens", str(options.calibration_tokens)] if options.calibration_tokens else []
-    scored = all(str(window) in cell.get("loss", {}).get(KINDS[-1], {}) for window in options.windows)
+        given += (
+            ["--calibration-tokens", str(options.calibration_tokens)]
+            if options.calibration_tokens
+            else []
+        )
+    scored = all(
+        str(window) in cell.get("loss", {}).get(KINDS[-1], {}) for window in options.windows
+    )
     if scored and ("retrieval" in cell or not options.lengths):
         return
     if not out.exists():
@@ -119,25 +137,51 @@ def measure(method: str, seed: int | None, source: Path, options: argparse.Names
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=tuple(MODELS))
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of models and text (%(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="of models and text (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="JSON file (%(default)s)")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)")
-    parser.add_argument("--text", choices=("mixed", *KINDS), default="mixed", help="of calibration (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="held-out, per kind of text and window (%(default)s)")
-    parser.add_argument("--windows", nargs="+", type=int, default=[512, 2048], help="lengths (default: 512 2048)")
-    parser.add_argument("--lengths", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="of --retrieval")
-    parser.add_argument("--questions", type=int, default=24, help="of each kind at each length (%(default)s)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)"
+    )
+    parser.add_argument(
+        "--text", choices=("mixed", *KINDS), default="mixed", help="of calibration (%(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=8192,
+        help="held-out, per kind of text and window (%(default)s)",
+    )
+    parser.add_argument(
+        "--windows", nargs="+", type=int, default=[512, 2048], help="lengths (default: 512 2048)"
+    )
+    parser.add_argument(
+        "--lengths", nargs="*", type=int, default=[512, 1024, 2048, 4096], help="of --retrieval"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=24, help="of each kind at each length (%(default)s)"
+    )
     parser.add_argument("--calibration-tokens", type=int, help="default: the converter's own")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of scoring (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of scoring (%(default)s)",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the results in FOLDER/converted")
     options = parser.parse_args(arguments)
     options.folder = options.folder.expanduser()
     source = options.folder / options.model
     records = Records(
-        options.output, ("model", "groups", "method", "calibration", "calibration_tokens", "seed"), "benchmarks.real"
+        options.output,
+        ("model", "groups", "method", "calibration", "calibration_tokens", "seed"),
+        "benchmarks.real",
     )
     own = records.data["models"].setdefault(options.model, {}).setdefault("scores", {})
     score(source, source, options, own, records)

@@ -46,9 +46,7 @@ def passes(problem: dict[str, Any], completions: Sequence[str]) -> dict[str, flo
 
 def humaneval() -> ConfigurableTask:
     """The task, worded for models that follow instructions."""
-    asked = (
-        "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{{prompt}}\n```"
-    )
+    asked = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{{prompt}}\n```"
     return ConfigurableTask(
         config={
             "task": HUMANEVAL,
@@ -81,7 +79,10 @@ def score(model: Path, task: str, options: argparse.Namespace) -> dict[str, list
         confirm_run_unsafe_code=True,
     )
     examples = sorted(found["samples"][task], key=lambda example: example["doc_id"])
-    return {metric: [float(example[metric]) for example in examples] for metric in examples[0]["metrics"]}
+    return {
+        metric: [float(example[metric]) for example in examples]
+        for metric in examples[0]["metrics"]
+    }
 
 
 def comparison(cells: list[dict[str, Any]]) -> str:
@@ -95,7 +96,9 @@ def comparison(cells: list[dict[str, Any]]) -> str:
             if cell is first:
                 lines.append([*line, "", ""])
             else:
-                lines.append([*line, percent(ours - theirs, "+"), f"{ours.mean() / theirs.mean():.1%}"])
+                lines.append(
+                    [*line, percent(ours - theirs, "+"), f"{ours.mean() / theirs.mean():.1%}"]
+                )
     return table(["model", "task", "examples", "score", "paired difference", "recovery"], lines)
 
 
@@ -106,13 +109,17 @@ def percent(values: Doubles, sign: str = "") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path, help="checkpoints, the source first")
     parser.add_argument("--tasks", nargs="+", default=[HUMANEVAL], help="(default: humaneval)")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--dtype", default="bfloat16", help="of the models (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="examples together (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)"
+    )
     parser.add_argument("--limit", type=int, help="examples of each task (default: all)")
     options = parser.parse_args()
     records = Records(options.output, ("model", "task"), "benchmarks.real.harness")

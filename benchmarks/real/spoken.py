@@ -52,10 +52,16 @@ def speak(folder: Path, count: int, *, held_out: bool, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     parser.add_argument("--sentences", type=int, default=200)
-    parser.add_argument("--held-out", action="store_true", help="sentences of the pages that calibration does not see")
+    parser.add_argument(
+        "--held-out",
+        action="store_true",
+        help="sentences of the pages that calibration does not see",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     speak(options.folder, options.sentences, held_out=options.held_out, seed=options.seed)

@@ -26,7 +26,10 @@ from gqa_convert.data.files import Files
 from gqa_convert.data.stdlib_text import is_held_out, source_files
 from gqa_convert.families.loading import load_model, load_tokenizer
 
-PACKAGES = {"debian-handbook": "usr/share/doc/debian-handbook/html/en-US", "anarchism": "usr/share/doc/anarchism/html"}
+PACKAGES = {
+    "debian-handbook": "usr/share/doc/debian-handbook/html/en-US",
+    "anarchism": "usr/share/doc/anarchism/html",
+}
 KINDS = ("prose", "code", "chat")
 _SKIPPED = re.compile(r"<(script|style|head|nav)\b.*?</\1>", re.DOTALL)
 _BLOCK = re.compile(r"</?(?:p|li|dd|dt|h[1-5]|pre|blockquote|div|tr|title)\b[^>]*>")
@@ -56,7 +59,9 @@ def prose(held_out: bool) -> Iterator[str]:
             archive = next(Path(scratch).glob(f"{package}_*.deb"))
             subprocess.run(["dpkg-deb", "-x", archive, scratch], check=True)
             files = sorted((Path(scratch) / pages).glob("*.html"))
-            chosen = [path for path in files if is_held_out(f"{package}/{path.name}", share=8) == held_out]
+            chosen = [
+                path for path in files if is_held_out(f"{package}/{path.name}", share=8) == held_out
+            ]
             texts += [page_text(path.read_text(encoding="utf-8")) for path in chosen]
     return _shuffled([text for text in texts if len(text) > _SHORTEST])
 
@@ -91,7 +96,9 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 
 def chat(model: Any, tokenizer: Any, rounds: int, seed: int) -> Iterator[str]:
     """Conversations of one question and one answer, both sampled."""
-    opening = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False).partition("\0")[0]
+    opening = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\0"}], tokenize=False
+    ).partition("\0")[0]
     torch.manual_seed(seed)
     for _ in range(rounds):
         questions = _sampled(model, tokenizer, [opening] * _AT_ONCE, _QUESTION_TOKENS)
@@ -104,8 +111,12 @@ def chat(model: Any, tokenizer: Any, rounds: int, seed: int) -> Iterator[str]:
 
 def _sampled(model: Any, tokenizer: Any, starts: list[str], tokens: int) -> list[str]:
     """Each start with a continuation from the model's distribution, up to its end-of-text token."""
-    batch = tokenizer(starts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
-    rows = model.generate(**batch, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens)
+    batch = tokenizer(
+        starts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+    )
+    rows = model.generate(
+        **batch, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=tokens
+    )
     texts = []
     for row, start in zip(rows[:, batch["input_ids"].shape[1] :].tolist(), starts, strict=True):
         end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
@@ -139,7 +150,9 @@ def make_text(model_folder: Path, out: Path, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="the checkpoint of benchmarks.real.make_source")
     parser.add_argument("out", type=Path, help="folder of the texts")
     parser.add_argument("--rounds", type=int, default=2, help="batches of 16 conversations")

@@ -58,7 +58,10 @@ def tokens_of_file(file: Path, tokenizer: Any, most: int) -> Integers:
     """The tokens of the documents in a file of `text`, at most so many."""
     ids: list[int] = []
     for line in file.open():
-        ids += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids += [
+            *tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         if len(ids) >= most:
             break
     return np.array(ids[:most], np.int64)
@@ -72,7 +75,10 @@ def of_part(weights: Mapping[str, Tensor], layer: int, part: str) -> Weights:
 
 def answer_losses(model: Any, tokenizer: Any, text: RetrievalText) -> list[float]:
     """The negative log-likelihood of each answer of a text, in nats."""
-    answers = [tokenizer(" " + each.answer, add_special_tokens=False)["input_ids"] for each in text.questions]
+    answers = [
+        tokenizer(" " + each.answer, add_special_tokens=False)["input_ids"]
+        for each in text.questions
+    ]
     rows = [
         torch.tensor(question.prompt[text.shared :] + answer)
         for question, answer in zip(text.questions, answers, strict=True)
@@ -102,7 +108,11 @@ def divergences(model: Any, source: list[Tensor], blocks: Tensor) -> list[float]
 
 
 def measure(
-    models: Mapping[str, tuple[Any, Weights]], parts: list[str], name: str, score: Score, results: dict[str, Any]
+    models: Mapping[str, tuple[Any, Weights]],
+    parts: list[str],
+    name: str,
+    score: Score,
+    results: dict[str, Any],
 ) -> Iterator[None]:
     """Add what every exchange does to a score, unless `results` holds it, and yield after each.
 
@@ -136,7 +146,9 @@ def _exchanged(model: Any, changed: Weights, score: Score) -> list[float]:
     return found
 
 
-def restore(model: Any, source: Weights, count: int, score: Score, alone: Mapping[str, list[float]]) -> list[Any]:
+def restore(
+    model: Any, source: Weights, count: int, score: Score, alone: Mapping[str, list[float]]
+) -> list[Any]:
     """So many layers restored one after the other, each time the one that leaves least; with what is left.
 
     Args:
@@ -153,7 +165,9 @@ def restore(model: Any, source: Weights, count: int, score: Score, alone: Mappin
     for _ in range(count):
         left = {}
         for layer in layers:
-            left[layer] = float(np.mean(_exchanged(model, weights | of_part(source, layer, "layer"), score)))
+            left[layer] = float(
+                np.mean(_exchanged(model, weights | of_part(source, layer, "layer"), score))
+            )
         best = min(left, key=lambda layer: left[layer])
         layers.remove(best)
         weights |= of_part(source, best, "layer")
@@ -178,7 +192,11 @@ def summary(results: Mapping[str, Any]) -> str:
                     error = change.std(ddof=1) / len(change) ** 0.5 if len(change) > 1 else 0.0
                     cells.append(f"{change.mean():+.3g} ± {error:.2g}")
             lines.append([name, layer, *cells])
-    header = ["score", "layer", *(f"{part} {how}" for how in ("restored", "merged") for part in parts)]
+    header = [
+        "score",
+        "layer",
+        *(f"{part} {how}" for how in ("restored", "merged") for part in parts),
+    ]
     return table(header, lines)
 
 
@@ -187,15 +205,24 @@ def draw(results: Mapping[str, Any], out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
-    for (name, by_model), axes in zip(results.items(), figure.subplots(len(results), 1, sharex=True), strict=True):
-        for place, (start, label) in enumerate((("converted", "restored"), ("source", "merged alone"))):
+    for (name, by_model), axes in zip(
+        results.items(), figure.subplots(len(results), 1, sharex=True), strict=True
+    ):
+        for place, (start, label) in enumerate(
+            (("converted", "restored"), ("source", "merged alone"))
+        ):
             nothing = np.mean(by_model[start]["nothing"])
             changes = {
                 int(key.split()[1]): np.mean(each) - nothing
                 for key, each in by_model[start].items()
                 if key.startswith("layer")
             }
-            axes.bar([layer + 0.4 * place - 0.2 for layer in changes], list(changes.values()), 0.4, label=label)
+            axes.bar(
+                [layer + 0.4 * place - 0.2 for layer in changes],
+                list(changes.values()),
+                0.4,
+                label=label,
+            )
         axes.set_title(name, loc="left")
     figure.supylabel("change in nats per answer, or per token")
     axes.set_xlabel("layer")
@@ -204,15 +231,32 @@ def draw(results: Mapping[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="SOURCE CONVERTED OUT.json, or OUT.json PLOT.svg")
-    parser.add_argument("--plot", action="store_true", help="draw what was measured of whole layers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, help="SOURCE CONVERTED OUT.json, or OUT.json PLOT.svg"
+    )
+    parser.add_argument(
+        "--plot", action="store_true", help="draw what was measured of whole layers"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["keys", "values"])
-    parser.add_argument("--by", nargs="+", choices=("answers", "records", "prose"), default=["answers"])
-    parser.add_argument("--restore", type=int, default=0, metavar="LAYERS", help="restore several layers together")
+    parser.add_argument(
+        "--by", nargs="+", choices=("answers", "records", "prose"), default=["answers"]
+    )
+    parser.add_argument(
+        "--restore", type=int, default=0, metavar="LAYERS", help="restore several layers together"
+    )
     parser.add_argument("--prose", type=Path, help="a file of `text`")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048], help="of texts with questions")
-    parser.add_argument("--texts", type=int, default=4, help="of each length, with eight questions each (%(default)s)")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[512, 2048], help="of texts with questions"
+    )
+    parser.add_argument(
+        "--texts",
+        type=int,
+        default=4,
+        help="of each length, with eight questions each (%(default)s)",
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     out = options.paths[-1]
@@ -241,7 +285,9 @@ def main() -> None:
     print(summary(results))
 
 
-def _scores(options: argparse.Namespace, source: Any, tokenizer: Any) -> Iterator[tuple[str, Score]]:
+def _scores(
+    options: argparse.Namespace, source: Any, tokenizer: Any
+) -> Iterator[tuple[str, Score]]:
     """The scores that are asked for, by name."""
     if "answers" in options.by:
         for length in options.lengths:
@@ -255,7 +301,9 @@ def _scores(options: argparse.Namespace, source: Any, tokenizer: Any) -> Iterato
     for name, tokens in blocks.items():
         rows = torch.from_numpy(tokens).view(BLOCKS, LENGTH).to(options.device)
         with torch.inference_mode():
-            wanted = [source(row[None]).logits[0].float().log_softmax(-1).bfloat16() for row in rows]
+            wanted = [
+                source(row[None]).logits[0].float().log_softmax(-1).bfloat16() for row in rows
+            ]
         yield name, partial(divergences, source=wanted, blocks=rows)
 
 

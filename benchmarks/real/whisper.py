@@ -55,10 +55,20 @@ def measure(cell: Cell, options: argparse.Namespace) -> None:
     method, groups, seed = cell["method"], cell["groups"], cell["seed"]
     given: list[str | Path] = ["--method", "mean"]
     if method != "mean":
-        sound = spoken(options.folder / f"calibration-{seed}", CALIBRATION_SENTENCES, held_out=False, seed=seed)
-        given = ["--calibration", sound, "--seed", str(seed), *(["--kl-steps", "0"] if method == "layers" else [])]
+        sound = spoken(
+            options.folder / f"calibration-{seed}", CALIBRATION_SENTENCES, held_out=False, seed=seed
+        )
+        given = [
+            "--calibration",
+            sound,
+            "--seed",
+            str(seed),
+            *(["--kl-steps", "0"] if method == "layers" else []),
+        ]
     out = options.folder / f"{method}-{groups}-{seed}"
-    _, took = gqa_convert("convert", options.source, out, "--groups", str(groups), "--overwrite", *given)
+    _, took = gqa_convert(
+        "convert", options.source, out, "--groups", str(groups), "--overwrite", *given
+    )
     cell |= {"minutes": took["core_minutes"], **scored(out, options.source, options.folder)}
 
 
@@ -78,8 +88,19 @@ def report(data: dict[str, Any]) -> str:
         row.append(over_seeds([cell["kl"] for cell in cells], "{:.3f}"))
         row.append(over_seeds([cell["word_errors"] for cell in cells], "{:.1%}"))
         added = over_seeds([100 * cell["more"] for cell in cells], "{:+.1f}")
-        rows.append([*row, f"{added} ± {100 * statistics.mean(cell['more_error'] for cell in cells):.1f}"])
-    header = ["K/V heads", "method", "seeds", "core minutes", "loss", "KL", "word errors", "more than the source"]
+        rows.append(
+            [*row, f"{added} ± {100 * statistics.mean(cell['more_error'] for cell in cells):.1f}"]
+        )
+    header = [
+        "K/V heads",
+        "method",
+        "seeds",
+        "core minutes",
+        "loss",
+        "KL",
+        "word errors",
+        "more than the source",
+    ]
     return table(header, rows)
 
 
@@ -91,12 +112,18 @@ def over_seeds(values: list[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="openai/whisper-base", help="folder or Hub id (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", default="openai/whisper-base", help="folder or Hub id (%(default)s)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/gqa-convert/whisper"))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 2, 1])
-    parser.add_argument("--methods", nargs="+", choices=("mean", "layers", "fit"), default=["fit", "layers", "mean"])
+    parser.add_argument(
+        "--methods", nargs="+", choices=("mean", "layers", "fit"), default=["fit", "layers", "mean"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--sentences", type=int, default=200, help="held out (default: 200)")
     options = parser.parse_args()
@@ -113,7 +140,9 @@ def main() -> None:
                 if "loss" not in cell and (method != "mean" or not seed):
                     measure(cell, options)
                     records.write()
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "whisper", report(records.data)), encoding="utf-8")
+    PAGE.write_text(
+        filled(PAGE.read_text(encoding="utf-8"), "whisper", report(records.data)), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -87,10 +87,16 @@ class KVCache:
                 f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise OptionError("the cache keeps no gradients: run under torch.no_grad(), or without a cache")
+            raise OptionError(
+                "the cache keeps no gradients: run under torch.no_grad(), or without a cache"
+            )
         self._buffers = self._buffers or [key[:, :, :0], value[:, :, :0]]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
-            if (buffer.shape[:2], buffer.shape[3], buffer.dtype) != (new.shape[:2], new.shape[3], new.dtype):
+            if (buffer.shape[:2], buffer.shape[3], buffer.dtype) != (
+                new.shape[:2],
+                new.shape[3],
+                new.dtype,
+            ):
                 raise OptionError(
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
                 )
@@ -106,7 +112,9 @@ class KVCache:
         self.length = length
         return self.keys, self.values
 
-    def fill(self, key: Tensor, value: Tensor, memory: Tensor, memory_values: Tensor) -> tuple[Tensor, Tensor]:
+    def fill(
+        self, key: Tensor, value: Tensor, memory: Tensor, memory_values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Hold the keys and values of a memory, and remember which memory it was.
 
         Args:
@@ -122,7 +130,9 @@ class KVCache:
             OptionError: gradients are required, or the cache is in use.
         """
         if self.length:
-            raise OptionError(f"the cache holds {self.length} keys already: use a fresh cache for a memory")
+            raise OptionError(
+                f"the cache holds {self.length} keys already: use a fresh cache for a memory"
+            )
         held = self.append(key, value)
         record = _MemoryRecord(memory)
         self._memory = [record, record if memory_values is memory else _MemoryRecord(memory_values)]

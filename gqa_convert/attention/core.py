@@ -64,11 +64,15 @@ def grouped_query_attention(
             "one batch and head_dim, and key and value with the same heads and length"
         )
     if not query.dtype == key.dtype == value.dtype:
-        raise OptionError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type")
+        raise OptionError(
+            f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type"
+        )
     batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1:3]
     if not groups or heads % groups:
-        raise GroupsError(f"{heads} query heads cannot share {groups} key/value heads: give a divisor of {heads}")
+        raise GroupsError(
+            f"{heads} query heads cannot share {groups} key/value heads: give a divisor of {heads}"
+        )
     mask, bias = split_mask(mask, bias, (batch, heads, queries, keys))
     if cached is not None and (not causal or cached < 0):
         raise OptionError(
@@ -89,11 +93,22 @@ def grouped_query_attention(
         cached = None  # the only query sees every key that is left
     is_masked = mask is not None or bias is not None
     is_prompt = cached == 0 and keys == queries and not is_masked
-    packs = _packs(query, key, value, bias, dropout, is_prompt=is_prompt, is_masked=is_masked or cached is not None)
+    packs = _packs(
+        query,
+        key,
+        value,
+        bias,
+        dropout,
+        is_prompt=is_prompt,
+        is_masked=is_masked or cached is not None,
+    )
     if is_prompt and not packs:
         return _kernel(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
     if cached is not None:
-        seen = torch.arange(keys, device=query.device) <= torch.arange(queries, device=query.device)[:, None] + cached
+        seen = (
+            torch.arange(keys, device=query.device)
+            <= torch.arange(queries, device=query.device)[:, None] + cached
+        )
         mask = seen[None, None] if mask is None else mask & seen
     scores, fully_masked = _score_mask(mask, bias, query)
     attend = _packed if packs else _kernel
@@ -102,7 +117,14 @@ def grouped_query_attention(
 
 
 def _packs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, *, is_prompt: bool, is_masked: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    *,
+    is_prompt: bool,
+    is_masked: bool,
 ) -> bool:
     """Whether the query heads of a group become further queries of one head, so that keys are read once for all of them.
 
@@ -123,7 +145,9 @@ def _packs(
     return not (query.is_cuda and fits and not is_masked)
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any
+) -> Tensor:
     """Attention with the query heads of a group as further queries of one head: [b, H, q, c] as [b, N, R * q, c]."""
     batch, heads, queries, head_dim = query.shape
     groups = key.shape[1]
@@ -137,12 +161,16 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    if query.shape[1] == key.shape[1]:  # not as the flag's value: torch.compile refuses a comparison of symbols there
+    if (
+        query.shape[1] == key.shape[1]
+    ):  # not as the flag's value: torch.compile refuses a comparison of symbols there
         return scaled_dot_product_attention(query, key, value, **options)
     return scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
 
 
-def _score_mask(mask: Tensor | None, bias: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _score_mask(
+    mask: Tensor | None, bias: Tensor | None, query: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """What scaled_dot_product_attention takes as its mask, and the queries [b|1, H|1, q|1, 1] that see nothing.
 
     The latter see everything in the mask returned, as kernels differ in what they make of an empty row; their output is

@@ -24,8 +24,12 @@ class _NoPackedWeight:
     """
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        raise OptionError("grouped-query attention has no in_proj_weight: use q_proj, k_proj and v_proj")
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        raise OptionError(
+            "grouped-query attention has no in_proj_weight: use q_proj, k_proj and v_proj"
+        )
 
 
 class GroupedMultiheadAttention(GroupedProjections):
@@ -169,16 +173,22 @@ class GroupedMultiheadAttention(GroupedProjections):
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
         elif is_causal and key_padding_mask is None:
-            out = grouped_query_attention(queries, keys, values, causal=True, cached=0, dropout=dropout)
+            out = grouped_query_attention(
+                queries, keys, values, causal=True, cached=0, dropout=dropout
+            )
         else:
-            out = grouped_query_attention(queries, keys, values, mask=mask, bias=bias, dropout=dropout)
+            out = grouped_query_attention(
+                queries, keys, values, mask=mask, bias=bias, dropout=dropout
+            )
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         if not batched:
             return result.squeeze(0), weights
         return result if self.batch_first else result.transpose(0, 1), weights
 
 
-def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = "") -> nn.Module:
+def convert_module(
+    model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = ""
+) -> nn.Module:
     """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and its weights merged.
 
     Args:
@@ -202,7 +212,9 @@ def convert_module(model: nn.Module, groups: int, method: Merge = "mean", *, pre
             continue
         name = name or "the module"
         try:
-            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(part, groups, method, name=name)
+            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(
+                part, groups, method, name=name
+            )
         except GroupsError as error:
             raise GroupsError(f"{name}: {error}") from None
     if not replaced:
@@ -229,7 +241,11 @@ def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) 
                 f"= {[batch * heads, queries, keys]}"
             )
         attn_mask = _seen("attn_mask", attn_mask)
-        attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (batch, heads))
+        attn_mask = (
+            attn_mask[None, None]
+            if attn_mask.dim() == 2
+            else attn_mask.unflatten(0, (batch, heads))
+        )
     if padding is not None:
         if padding.shape != (batch, keys):
             raise OptionError(
@@ -251,7 +267,12 @@ def _seen(name: str, mask: Tensor) -> Tensor:
 
 
 def _attention_and_weights(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """softmax(query key^T / sqrt(c) + bias) value, and the softmax. Half precision is computed in float32. Every score is in
     memory at once, unlike in core.py.

@@ -79,7 +79,12 @@ def attention_forward(
                 f"the model asks for {meaning} ({option}), which this attention lacks: load it with attn_implementation='eager'"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and sliding_window is not None and causal and key.shape[2] > sliding_window:
+    if (
+        attention_mask is None
+        and sliding_window is not None
+        and causal
+        and key.shape[2] > sliding_window
+    ):
         raise OptionError(
             f"the model leaves its window of {sliding_window} out of the mask of {key.shape[2]} keys: load it with attn_implementation='eager'"
         )

@@ -119,7 +119,9 @@ class GroupedQueryAttention(GroupedProjections):
                     key, value = cache.fill(key, value, memory, values)
         else:
             if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
-                raise OptionError(f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it")
+                raise OptionError(
+                    f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it"
+                )
             if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
                 raise OptionError(
                     f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
@@ -130,11 +132,15 @@ class GroupedQueryAttention(GroupedProjections):
             if positions is None:
                 positions = torch.arange(cached, cached + queries, device=inputs.device)
             if positions.shape not in ((queries,), (1, queries), (batch, queries)):
-                raise OptionError(f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}")
+                raise OptionError(
+                    f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}"
+                )
             positions = positions.reshape(-1, queries)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         elif positions is not None:
-            raise OptionError("positions are given, but the layer has no rotary embedding: omit them or set rotary")
+            raise OptionError(
+                "positions are given, but the layer has no rotary embedding: omit them or set rotary"
+            )
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
         mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))

@@ -37,7 +37,9 @@ def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
         )
     view = tensor[(None,) * (4 - tensor.dim())]
     has_keys = tensor.dim() in (2, 3, 4) and view.shape[3] == shape[3]
-    if not has_keys or any(size not in (1, whole) for size, whole in zip(view.shape, shape, strict=True)):
+    if not has_keys or any(
+        size not in (1, whole) for size, whole in zip(view.shape, shape, strict=True)
+    ):
         raise OptionError(
             f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {list(shape)}, "
             "where any axis but the keys' may be 1"

@@ -48,7 +48,9 @@ class Rotary:
         """
         rotated = self.rotary_dim(heads.shape[3])
         wide = torch.promote_types(heads.dtype, torch.float32)
-        frequencies = self.base ** (-torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated)
+        frequencies = self.base ** (
+            -torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated
+        )
         angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
         cosine, sine = angles.cos(), angles.sin()
         turning, still = heads.to(wide).tensor_split([rotated], dim=-1)

@@ -92,7 +92,9 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
 
-    def project(self, inputs: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, inputs: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
         return (
             split_heads(self.q_proj(inputs), self.num_heads),
@@ -148,12 +150,16 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
                 f"{name} appends a key (add_bias_kv or add_zero_attn), which grouped-query attention does not support: train one without"
             )
         if method not in get_args(Merge):
-            raise OptionError(f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}")
+            raise OptionError(
+                f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}"
+            )
         rows = {"weight": (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)}
         for kind, part in (("bias", module.in_proj_bias), ("weight", module.in_proj_weight)):
             if part is not None:
                 rows[kind] = part.chunk(3)
-        state = {f"out_proj.{kind}": tensor for kind, tensor in module.out_proj.state_dict().items()}
+        state = {
+            f"out_proj.{kind}": tensor for kind, tensor in module.out_proj.state_dict().items()
+        }
         for kind, (query, key, value) in rows.items():
             state[f"q_proj.{kind}"] = query
             state[f"k_proj.{kind}"] = _merge_heads(key, module.num_heads, groups, method)

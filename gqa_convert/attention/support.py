@@ -36,10 +36,12 @@ def why_unsupported(model_class: Any, config: Any) -> str | None:
         return None
     if hasattr(config, "attn_logit_softcapping"):
         cap = config.attn_logit_softcapping
-        return None if cap is None else f"{name} caps its attention scores (attn_logit_softcapping is {cap})"
-    return (
-        f"{name} rules out scaled dot-product attention (for example because of attention sinks or an attention bias)"
-    )
+        return (
+            None
+            if cap is None
+            else f"{name} caps its attention scores (attn_logit_softcapping is {cap})"
+        )
+    return f"{name} rules out scaled dot-product attention (for example because of attention sinks or an attention bias)"
 
 
 def checked_mask(*arguments: Any, config: Any = None, **options: Any) -> Any:

@@ -44,7 +44,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: JsonObject) -> None:
     """Replace a file with indented JSON in one step; half a surrogate pair is written as JSON escapes it."""
-    write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+    write_whole(
+        path,
+        (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(
+            "utf-8", "backslashreplace"
+        ),
+    )
 
 
 def sync(path: Path) -> None:

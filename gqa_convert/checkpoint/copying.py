@@ -126,7 +126,11 @@ class WrittenFile(ExitStack):
         """Append whole blocks: shared ones, if the filesystem can (XFS, btrfs, bcachefs)."""
         nbytes = end - start
         try:
-            fcntl.ioctl(self._cached, _FICLONERANGE, struct.pack("=qQQQ", source.fileno(), start, nbytes, self._at))
+            fcntl.ioctl(
+                self._cached,
+                _FICLONERANGE,
+                struct.pack("=qQQQ", source.fileno(), start, nbytes, self._at),
+            )
         except OSError:
             pass
         else:

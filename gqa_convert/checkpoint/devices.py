@@ -62,7 +62,9 @@ def chosen_device(asked: str | None) -> str:
     if asked in ("cpu", "cpu:0"):
         return "cpu"
     if asked is not None and not re.fullmatch(r"cuda(:0|:[1-9][0-9]*)?", asked):
-        raise OptionError(f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1")
+        raise OptionError(
+            f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1"
+        )
     import torch
 
     if asked is None:
@@ -103,7 +105,11 @@ def _left_by_limits() -> Iterator[int]:
         for folder in (group, *group.parents):
             cached = sum(_numbers(folder / "memory.stat", "inactive_file"))
             with suppress(OSError, ValueError):  # there is no such group here, or it has no limit
-                yield int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text()) + cached
+                yield (
+                    int((folder / "memory.max").read_text())
+                    - int((folder / "memory.current").read_text())
+                    + cached
+                )
 
 
 def _numbers(path: Path, key: str) -> list[int]:

@@ -44,7 +44,9 @@ class LocalFiles:
         self.sizes: dict[str, int] = {}
         links_out: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_refuse):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            folders[:] = sorted(
+                name for name in folders if not name.startswith(".") and name != "__pycache__"
+            )
             links = [path for path in (Path(root, name) for name in folders) if path.is_symlink()]
             links_out += [f"{path.relative_to(folder)}/" for path in links]
             for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
@@ -55,7 +57,9 @@ class LocalFiles:
                 elif path.is_file():
                     self.sizes[relative] = path.stat().st_size
                 elif path.is_symlink():
-                    raise CorruptCheckpointError(f"{path} is a broken link: download or copy the checkpoint again")
+                    raise CorruptCheckpointError(
+                        f"{path} is a broken link: download or copy the checkpoint again"
+                    )
         self.links_out = tuple(sorted(links_out))
 
     def read(self, name: str, length: int) -> bytes:
@@ -82,7 +86,9 @@ def checked_length(raw: bytes, length: int, where: str) -> bytes:
 
 
 def _refuse(problem: OSError) -> NoReturn:
-    raise CorruptCheckpointError(f"{problem.filename} cannot be read ({problem.strerror}): check the disk") from None
+    raise CorruptCheckpointError(
+        f"{problem.filename} cannot be read ({problem.strerror}): check the disk"
+    ) from None
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -125,10 +131,16 @@ class HubFiles:
         if length == 0:
             return b""
         url = hf_hub_url(self.name, name, revision=self.commit)
-        headers = {**build_hf_headers(), "Range": f"bytes=0-{length - 1}", "Accept-Encoding": "identity"}
+        headers = {
+            **build_hf_headers(),
+            "Range": f"bytes=0-{length - 1}",
+            "Accept-Encoding": "identity",
+        }
         limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
         try:
-            with http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **limits) as answer:
+            with http_stream_backoff(
+                "GET", url, headers=headers, follow_redirects=True, **limits
+            ) as answer:
                 hf_raise_for_status(answer)
                 # a server may ignore the range and send the whole file
                 raw = next(answer.iter_bytes(length), b"")
@@ -143,7 +155,9 @@ class HubFiles:
 
         class TerminalBars(tqdm):  # type: ignore[misc]
             def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options | {"disable": None})  # nothing where stderr is no terminal
+                super().__init__(
+                    *args, **options | {"disable": None}
+                )  # nothing where stderr is no terminal
 
         patterns = [glob.escape(name) for name in leave_out] or None
         try:
@@ -170,15 +184,21 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS)
+        info = HfApi().model_info(
+            repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS
+        )
     except Exception as problem:
         was_answered = isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500
         folder = None if was_answered else _cached_snapshot(repo_id, revision)
         if folder is None:
             raise _explained(repo_id, problem) from None
-        return LocalFiles(folder, repo_id, folder.name, None if folder.name == revision else _detail(problem))
+        return LocalFiles(
+            folder, repo_id, folder.name, None if folder.name == revision else _detail(problem)
+        )
     siblings = info.siblings or []
-    visible = {item.rfilename: item.size or 0 for item in siblings if "/." not in f"/{item.rfilename}"}
+    visible = {
+        item.rfilename: item.size or 0 for item in siblings if "/." not in f"/{item.rfilename}"
+    }
     return HubFiles(repo_id, revision, str(info.sha), visible)
 
 
@@ -188,14 +208,21 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except Exception as problem:  # newer versions of huggingface_hub report an incomplete snapshot in this way
+    except (
+        Exception
+    ) as problem:  # newer versions of huggingface_hub report an incomplete snapshot in this way
         path = getattr(problem, "snapshot_path", None)
         return Path(path) if path else None
 
 
 def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
     """Turn an exception of the Hub's client into one line."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     texts: dict[type[Exception], str] = {
         HFValidationError: "is neither a local folder nor a Hub id of the form org/name: check the path",
@@ -206,7 +233,9 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
         Exception: f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the "
         "network, try again later, or log in with `hf auth login`",
     }
-    return SourceNotFoundError(f"{repo_id} {next(texts[kind] for kind in texts if isinstance(problem, kind))}")
+    return SourceNotFoundError(
+        f"{repo_id} {next(texts[kind] for kind in texts if isinstance(problem, kind))}"
+    )
 
 
 def _detail(problem: Exception) -> str:

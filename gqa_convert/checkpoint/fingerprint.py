@@ -35,7 +35,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     try:
         for name in (CONFIG, RECORD):
             if (folder / name).exists():
-                digest.update(f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+                digest.update(
+                    f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest()
+                )
         weights = choose_weights(stored.sizes, stored.source_id)
         if weights.endswith(".json"):
             digest.update(hashlib.sha256((folder / weights).read_bytes()).digest())
@@ -48,7 +50,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
                     sampled.update(file.read(min(nbytes, _SAMPLE_BYTES)))
             digest.update(sampled.digest())
     except OSError as problem:
-        raise CorruptCheckpointError(f"{problem.filename} can't be read ({problem.strerror}): copy it again") from None
+        raise CorruptCheckpointError(
+            f"{problem.filename} can't be read ({problem.strerror}): copy it again"
+        ) from None
     return SCHEME + digest.hexdigest()
 
 
@@ -59,5 +63,8 @@ def _parts(path: Path, shard: Shard) -> list[tuple[int, int]]:
         return [(0, tensors[0][0] if tensors else shard.size), *tensors]
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            return [(record.header_offset, record.compress_size + _ZIP_HEADER) for record in archive.infolist()]
+            return [
+                (record.header_offset, record.compress_size + _ZIP_HEADER)
+                for record in archive.infolist()
+            ]
     return [(shard.size * number // _PARTS, shard.size // _PARTS) for number in range(_PARTS)]

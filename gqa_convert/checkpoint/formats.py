@@ -69,7 +69,9 @@ def choose_weights(files: Iterable[str], where: str) -> str:
             return name
     split = [name.rpartition("/") for name in names]
     if folders := [folder for folder, _, file in split if file in PREFERENCE]:
-        raise SourceNotFoundError(f"{where} holds no weights itself: name a subfolder that does, such as {folders[-1]}")
+        raise SourceNotFoundError(
+            f"{where} holds no weights itself: name a subfolder that does, such as {folders[-1]}"
+        )
     raise SourceNotFoundError(
         f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
     )

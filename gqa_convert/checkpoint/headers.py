@@ -60,7 +60,9 @@ def header_bytes(first_bytes: bytes, file_size: int) -> int:
     return min(LENGTH_BYTES + length, file_size) if length <= MAX_HEADER_BYTES else LENGTH_BYTES
 
 
-def parse_header(raw: bytes, file_size: int, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def parse_header(
+    raw: bytes, file_size: int, where: str
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Read a header by the safetensors library, so that a result holds what others see in the file.
 
     Args:
@@ -97,7 +99,10 @@ def parse_header(raw: bytes, file_size: int, where: str) -> tuple[dict[str, Tens
 
 
 def build_header(
-    tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], *, data_start_modulo: tuple[int, int] = (0, 8)
+    tensors: Mapping[str, TensorEntry],
+    metadata: Mapping[str, str],
+    *,
+    data_start_modulo: tuple[int, int] = (0, 8),
 ) -> bytes:
     """Return the 8 length bytes and the header of a new file whose tensors follow one another without gaps.
 

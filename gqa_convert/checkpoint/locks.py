@@ -25,7 +25,9 @@ def try_lock(path: Path) -> int | None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            with contextlib.suppress(FileNotFoundError):  # its last holder has removed the file meanwhile
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # its last holder has removed the file meanwhile
                 if path.stat().st_ino == os.fstat(handle).st_ino:
                     stack.pop_all()
                     return handle

@@ -35,7 +35,11 @@ class Machine:
 
 def machine(device: str = "cpu") -> Machine:
     """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
-    names = (line.split(":", 1)[1].strip() for line in system_lines(PROC / "cpuinfo") if line.startswith("model name"))
+    names = (
+        line.split(":", 1)[1].strip()
+        for line in system_lines(PROC / "cpuinfo")
+        if line.startswith("model name")
+    )
     name = next(names, platform.processor() or platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.startswith("cuda"):
@@ -63,4 +67,9 @@ def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> Js
         device: the device of the computation.
     """
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"kind": kind, "created": created, "command": command, "machine": asdict(machine(device))}
+    return {
+        "kind": kind,
+        "created": created,
+        "command": command,
+        "machine": asdict(machine(device)),
+    }

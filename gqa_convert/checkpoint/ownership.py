@@ -56,7 +56,10 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, JsonObject]:
 def hash_file(path: Path) -> JsonObject:
     """The size and the SHA-256 of a file, which is read whole: `{"bytes": ..., "sha256": ...}`."""
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -85,7 +88,9 @@ def _read_listed(folder: Path) -> JsonObject:
     """Return the files that the record of a result lists, by name; none if there is no readable record."""
     record = folder / RECORD
     try:
-        listed = None if record.is_symlink() else parse_object(record.read_bytes(), RECORD).get(WRITTEN)
+        listed = (
+            None if record.is_symlink() else parse_object(record.read_bytes(), RECORD).get(WRITTEN)
+        )
     except (OSError, CorruptCheckpointError):
         return {}
     if not isinstance(listed, dict):

@@ -32,4 +32,6 @@ def cache_folder() -> Path:
     try:
         return (Path(stated) if stated else Path.home() / ".cache") / "gqa-convert"
     except RuntimeError:
-        raise OptionError("there is no home folder for the cache: set XDG_CACHE_HOME to a folder") from None
+        raise OptionError(
+            "there is no home folder for the cache: set XDG_CACHE_HOME to a folder"
+        ) from None

@@ -37,10 +37,14 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
         if source is not None:
             origin = source.resolve()
             if real.is_relative_to(origin) or origin.is_relative_to(real):
-                raise OutputError(f"{out} is the source {source}, lies inside it or contains it: name another folder")
+                raise OutputError(
+                    f"{out} is the source {source}, lies inside it or contains it: name another folder"
+                )
             links = (path for path in source.rglob("*") if path.is_symlink())
             if out.is_dir() and any(path.resolve().is_relative_to(real) for path in links):
-                raise OutputError(f"{out} contains files that the source {source} links to: name another folder")
+                raise OutputError(
+                    f"{out} contains files that the source {source} links to: name another folder"
+                )
         if out.is_symlink():
             raise OutputError(f"{out} is a link: name the folder itself or another folder")
         if not out.exists():
@@ -48,13 +52,17 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
         if not real.is_dir():
             raise OutputError(f"{out} is a file: name a folder")
         if any(real.iterdir()) and not overwrite:
-            raise OutputError(f"{out} exists already: name a new folder, or replace an earlier result with --overwrite")
+            raise OutputError(
+                f"{out} exists already: name a new folder, or replace an earlier result with --overwrite"
+            )
         if foreign := foreign_files(real):
             raise OutputError(
                 f"{out} exists already and holds files that gqa-convert did not write or that were changed or copied there later ({some(foreign)}): name a new folder, or move them away"
             )
         if os.path.ismount(real):
-            raise OutputError(f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it")
+            raise OutputError(
+                f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it"
+            )
     except OSError as problem:
         raise _explained(problem, out) from None
 
@@ -130,7 +138,9 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         sweep(out.parent)
-        with suppress(OSError):  # the filesystem has no locks; there, `sweep` removes nothing either
+        with suppress(
+            OSError
+        ):  # the filesystem has no locks; there, `sweep` removes nothing either
             while handle is None:  # another process's sweep has it for a moment
                 handle = try_lock(lock)
         path.mkdir()
@@ -178,5 +188,9 @@ def _exchange(first: Path, second: Path) -> None:
         OSError: the filesystem cannot.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
-        raise OSError(ctypes.get_errno(), "its filesystem cannot exchange it for the new one in one step")
+    if libc.renameat2(
+        _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+    ):
+        raise OSError(
+            ctypes.get_errno(), "its filesystem cannot exchange it for the new one in one step"
+        )

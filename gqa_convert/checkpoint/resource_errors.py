@@ -17,13 +17,18 @@ def is_out_of_memory(problem: BaseException) -> bool:
     return (
         isinstance(problem, MemoryError)
         or type(problem).__name__ == "OutOfMemoryError"
-        or (isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _NO_MEMORY_SIGNS))
+        or (
+            isinstance(problem, RuntimeError)
+            and any(sign in str(problem) for sign in _NO_MEMORY_SIGNS)
+        )
     )
 
 
 def is_disk_full(problem: BaseException) -> bool:
     """Whether an error means that a disk, a quota or the largest file size is exhausted."""
-    return getattr(problem, "errno", None) in _FULL or any(sign in str(problem) for sign in _FULL_SIGNS)
+    return getattr(problem, "errno", None) in _FULL or any(
+        sign in str(problem) for sign in _FULL_SIGNS
+    )
 
 
 def no_space(place: Path, again: str) -> NoSpaceError:

@@ -13,7 +13,9 @@ MARKER = re.compile(
 def is_our_card(text: str) -> bool:
     """Return whether a text is a card exactly as `publish` wrote it."""
     match = MARKER.search(text)
-    return match is not None and signed(text[: match.start()], match[1], text[match.end() :]) == text
+    return (
+        match is not None and signed(text[: match.start()], match[1], text[match.end() :]) == text
+    )
 
 
 def signed(front: str, stated: str, body: str) -> str:

@@ -110,7 +110,9 @@ class Checkpoint:
         notes = [*self.rewriting_notes]
         links = self.files.links_out
         if links:
-            notes.append(f"links to folders and links that lead out of the folder are not copied: {some(links)}")
+            notes.append(
+                f"links to folders and links that lead out of the folder are not copied: {some(links)}"
+            )
         if self.files.unreachable is not None:
             notes.append(
                 f"the Hub was not asked for the newest commit of {self.source_id} ({self.files.unreachable}): the files are those of commit "
@@ -138,7 +140,9 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(source: str | Path, *, revision: str | None = None, download: bool = False) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, *, revision: str | None = None, download: bool = False
+) -> Checkpoint:
     """Open a local folder or a Hub repository.
 
     Args:
@@ -160,11 +164,15 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None, download
     except (OSError, RuntimeError) as problem:  # too long, no permission, no such user
         raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
     if is_folder and revision is not None:
-        raise SourceNotFoundError(f"{source} is a local folder, which has no revision {revision!r}: omit --revision")
+        raise SourceNotFoundError(
+            f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
+        )
     if is_folder:
         return read_checkpoint(LocalFiles(path, expanded(source)))
     if exists:
-        raise SourceNotFoundError(f"{source} is a file: name the folder that holds config.json and the weights")
+        raise SourceNotFoundError(
+            f"{source} is a file: name the folder that holds config.json and the weights"
+        )
     return read_checkpoint(open_hub_files(str(source), revision), download=download)
 
 
@@ -177,7 +185,9 @@ def download_checkpoint(opened: Checkpoint) -> Checkpoint:
     return opened if opened.folder else read_checkpoint(opened.files, download=True)
 
 
-def open_local(source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]) -> Checkpoint:
+def open_local(
+    source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]
+) -> Checkpoint:
     """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
 
     Args:
@@ -195,19 +205,29 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
     """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
     if files.folder is not None:
         for name, size in files.sizes.items():
-            if "/" not in name and size < _POINTER_BYTES and files.read(name, size).startswith(_LFS_POINTER):
+            if (
+                "/" not in name
+                and size < _POINTER_BYTES
+                and files.read(name, size).startswith(_LFS_POINTER)
+            ):
                 raise CorruptCheckpointError(
                     f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
                     "the repository with `hf download`"
                 )
     chosen = formats.choose_weights(files.sizes, files.name)
     if CONFIG not in files.sizes:
-        raise ConfigError(f"{files.name} has no config.json: name the folder that save_pretrained wrote")
-    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError)
+        raise ConfigError(
+            f"{files.name} has no config.json: name the folder that save_pretrained wrote"
+        )
+    config = parse_object(
+        files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError
+    )
     for kind, words, keys in _KINDS:
         for key in keys:
             if not isinstance(config.get(key), kind | None):
-                raise ConfigError(f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {words}: correct it")
+                raise ConfigError(
+                    f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {words}: correct it"
+                )
     for key in ("dtype", "torch_dtype"):
         if f"torch.{config.get(key, 'float32')}" not in TORCH and config[key] is not None:
             raise ConfigError(
@@ -220,7 +240,9 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
     read = {chosen, *names}
-    left_behind = tuple(sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read))
+    left_behind = tuple(
+        sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read)
+    )
     is_torch = names[0].endswith(".bin")
     if isinstance(files, HubFiles) and (download or is_torch):
         files = files.download(left_behind)

@@ -35,7 +35,9 @@ class SourceFiles(ExitStack):
         if number not in self._opened:
             path = self._unchanged(number)
             is_torch = self._stored.weights_format == "torch"
-            self._opened[number] = load_tensors(path) if is_torch else self.enter_context(SourceFile(path))
+            self._opened[number] = (
+                load_tensors(path) if is_torch else self.enter_context(SourceFile(path))
+            )
         return self._opened[number]
 
     def locate(self, name: str) -> tuple[SourceFile, TensorEntry] | None:

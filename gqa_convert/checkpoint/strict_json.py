@@ -14,7 +14,9 @@ Config = Mapping[str, Any]
 """The content of a config.json that somebody else wrote."""
 
 
-def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError) -> JsonObject:
+def parse_object(
+    raw: bytes, where: str, error: type[GQAConvertError] = CorruptCheckpointError
+) -> JsonObject:
     """Parse the JSON object in `raw`.
 
     Args:
@@ -27,8 +29,15 @@ def parse_object(raw: bytes, where: str, error: type[GQAConvertError] = CorruptC
     """
     try:
         value = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise error(f"{where} is not valid JSON ({problem}): download or copy the file again") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as problem:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise error(
+            f"{where} is not valid JSON ({problem}): download or copy the file again"
+        ) from None
     if not isinstance(value, dict):
-        raise error(f"{where} holds a JSON {type(value).__name__} instead of an object: copy the file again")
+        raise error(
+            f"{where} holds a JSON {type(value).__name__} instead of an object: copy the file again"
+        )
     return value

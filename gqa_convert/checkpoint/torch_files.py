@@ -35,7 +35,9 @@ def load_tensors(path: Path) -> dict[str, Any]:
     for name, tensor in state.items():
         is_named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
         is_tensor = isinstance(tensor, torch.Tensor)
-        if not (is_named and is_tensor and tensor.layout is torch.strided and str(tensor.dtype) in TORCH):
+        if not (
+            is_named and is_tensor and tensor.layout is torch.strided and str(tensor.dtype) in TORCH
+        ):
             found = f"{tensor.dtype}, {tensor.layout}" if is_tensor else type(tensor).__name__
             raise UnsupportedFormatError(
                 f"{path} holds {name!r} ({found}), and only named, dense tensors of usual types can be read: save "
@@ -58,7 +60,10 @@ def describe_tensors(path: Path) -> dict[str, TensorEntry]:
 
     with FakeTensorMode():
         state = load_tensors(path)
-    return {name: TensorEntry(TORCH[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in state.items()}
+    return {
+        name: TensorEntry(TORCH[str(tensor.dtype)], tuple(tensor.shape))
+        for name, tensor in state.items()
+    }
 
 
 def bytes_of(tensor: Any) -> Any:

@@ -33,7 +33,11 @@ def _print_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     _version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
     ),
 ) -> None:
     if context.invoked_subcommand is None:

@@ -37,7 +37,9 @@ def check_serving(
         print_json(report.as_json())
     else:
         for entry in report.clients:
-            say(f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}")
+            say(
+                f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}"
+            )
         say("every engine that ran agrees with transformers" if report.passed else "not proved")
     if not report.passed:
         raise typer.Exit(1)

@@ -38,14 +38,19 @@ class _PlainHelp:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if param.name == "help":
-                param.default = False  # typer imports pydantic to check any value of a flag but True and False
+                param.default = (
+                    False  # typer imports pydantic to check any value of a flag but True and False
+                )
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None
         return params
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
-        return [re.sub(r"[{}]", "", piece).replace("......", "...").replace("...]...", "...]") for piece in pieces]
+        return [
+            re.sub(r"[{}]", "", piece).replace("......", "...").replace("...]...", "...]")
+            for piece in pieces
+        ]
 
 
 class Command(_PlainHelp, TyperCommand):

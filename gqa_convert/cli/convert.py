@@ -150,7 +150,9 @@ def convert(
             "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to keep, which chooses them"
         )
     if not dry_run:
-        refuse({"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows")
+        refuse(
+            {"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows"
+        )
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.conversion.fit.defaults import plan_conversion
     from gqa_convert.conversion.fit.memory import estimate_needs
@@ -184,7 +186,9 @@ def convert(
         from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
 
         with ProgressScreen() as screen:
-            choice = choose_num_kv_heads(source, kv_budget, options, out=None if dry_run else out, progress=screen.show)
+            choice = choose_num_kv_heads(
+                source, kv_budget, options, out=None if dry_run else out, progress=screen.show
+            )
             if choice.warning:
                 screen.say(f"note: {choice.warning}")
             screen.say(
@@ -194,7 +198,9 @@ def convert(
         groups = choice.groups
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
-        plan, text = plan_conversion(plan_rewriting(checkpoint, groups, native=native), groups, options)
+        plan, text = plan_conversion(
+            plan_rewriting(checkpoint, groups, native=native), groups, options
+        )
         needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch or 1)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
         show = partial(show_plan, plan, needs, caches)
@@ -204,7 +210,9 @@ def convert(
         from .console.conversion import ConversionScreen, show_conversion
 
         def prove(folder: Path) -> None:
-            from gqa_convert.verify.run import prover  # imports torch, which no listed type needs here
+            from gqa_convert.verify.run import (
+                prover,
+            )  # imports torch, which no listed type needs here
 
             prover(source, revision)(folder)
 

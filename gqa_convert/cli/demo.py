@@ -28,7 +28,11 @@ def demo(
     if as_json:
         print_json(summary)
     else:
-        verified = {None: "", True: "yes", False: "no"}  # the source and the uptrained model have nothing to prove
+        verified = {
+            None: "",
+            True: "yes",
+            False: "no",
+        }  # the source and the uptrained model have nothing to prove
         rows = []
         for result in summary["results"]:
             row = {
@@ -39,7 +43,9 @@ def demo(
                 "verified": verified[result["verified"]],
             }
             rows.append(row)
-        show_table(f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens", rows)
+        show_table(
+            f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens", rows
+        )
         say(f"results  {Path(summary['results'][1]['model']).parent}")
         say("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
     if not summary["passed"]:

@@ -98,9 +98,14 @@ def evaluate(
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
 
     if data is None and not retrieval:
-        raise OptionError("--data is missing: name the text to score, or ask for facts with --retrieval")
+        raise OptionError(
+            "--data is missing: name the text to score, or ask for facts with --retrieval"
+        )
     if not retrieval:
-        refuse({"--lengths": lengths, "--questions": questions, "--seed": seed}, "belongs to --retrieval")
+        refuse(
+            {"--lengths": lengths, "--questions": questions, "--seed": seed},
+            "belongs to --retrieval",
+        )
     if output is not None:
         check_result_path(output)
     from gqa_convert.measuring.evaluation import run
@@ -108,8 +113,12 @@ def evaluate(
 
     asked = None
     if retrieval:
-        asked = AskedQuestions(lengths=lengths or [], questions=questions or QUESTIONS, seed=seed or 0)
-    options = run.EvaluationOptions(reference, revision, window, tokens, batch, dtype, device, asked)
+        asked = AskedQuestions(
+            lengths=lengths or [], questions=questions or QUESTIONS, seed=seed or 0
+        )
+    options = run.EvaluationOptions(
+        reference, revision, window, tokens, batch, dtype, device, asked
+    )
     text = None
     if data is not None:
         stated = {
@@ -136,5 +145,7 @@ def evaluate(
             print_note(note)
     failed = ", ".join(each.model for each in entries if each.scored_nan)
     if failed:
-        sys.stderr.write(f"gqa-convert: NaN or infinite loss of {failed}: see scored_nan in the JSON results\n")
+        sys.stderr.write(
+            f"gqa-convert: NaN or infinite loss of {failed}: see scored_nan in the JSON results\n"
+        )
         raise typer.Exit(1)

@@ -59,7 +59,9 @@ def inspect(
     if as_json:
         print_json(result.as_json())
         return
-    say(f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers")
+    say(
+        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
+    )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     losses = result.loss
@@ -70,7 +72,10 @@ def inspect(
         f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on {losses.tokens:,} held-out "
         "tokens of this text: closed form, an upper bound of what fit loses"
     )
-    rows = [{"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")} for each in losses.by_groups]
+    rows = [
+        {"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")}
+        for each in losses.by_groups
+    ]
     show_table(title, filled(rows))
     for warning in sink_warnings(losses.by_groups):
         print_note(warning)

@@ -24,7 +24,9 @@ def count(text: str) -> int:
 
     number = counted(text)
     if number is None or number.denominator != 1 or number < 1:
-        raise typer.BadParameter(f"{text!r} is not a whole number above 0: write it like 8, 4096, 4k or 2M")
+        raise typer.BadParameter(
+            f"{text!r} is not a whole number above 0: write it like 8, 4096, 4k or 2M"
+        )
     return int(number)
 
 
@@ -127,7 +129,13 @@ CalibrationTokens = Annotated[
 ]
 Device = Annotated[
     str | None,
-    option("--device NAME", "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one.", ...),
+    option(
+        "--device NAME",
+        "Where models run: cpu, cuda or cuda:1. Default: a GPU if there is one.",
+        ...,
+    ),
 ]
-Revision = Annotated[str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.", ...)]
+Revision = Annotated[
+    str | None, option("--revision REV", "Branch, tag or commit on the Hub. Default: main.", ...)
+]
 Json = Annotated[bool, option("--json", "Print the result as one JSON object.", ...)]

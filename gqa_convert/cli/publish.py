@@ -73,14 +73,18 @@ def publish(
             console.print(printable(f"{verb}  {file.path}, {size(file.bytes)}"))
         nbytes = sum(file.bytes for file in publication.files)
         console.print(f"total    {len(publication.files)} files, {size(nbytes)}")
-        visibility = "private" if publication.private else "public, unless its owner makes it private"
+        visibility = (
+            "private" if publication.private else "public, unless its owner makes it private"
+        )
         console.print(f"to       {publication.url}, {visibility}")
         console.print(f"card     {publication.card}")
         for warning in publication.warnings:
             console.print(printable(f"note: {warning}"))
 
     with ProgressScreen() as screen:
-        published = publish(out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_files)
+        published = publish(
+            out, options, dry_run=dry_run, on_progress=screen.show, on_checked=show_files
+        )
     if as_json:
         print_json(published.as_json())
     elif not dry_run:

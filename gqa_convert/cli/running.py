@@ -17,7 +17,9 @@ from .console.screen import prepare_streams, print_json
 def run(app: Any) -> Never:
     """Run the typer application `app` with the arguments of this process, and exit."""
     prepare_streams()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # this program reports on checkpoints itself
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # this program reports on checkpoints itself
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # those of torch and transformers are for developers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -46,7 +48,9 @@ def run(app: Any) -> Never:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    raise InterruptedRunError(f"stopped by {signal.Signals(number).name}: no partial result was written")
+    raise InterruptedRunError(
+        f"stopped by {signal.Signals(number).name}: no partial result was written"
+    )
 
 
 def _report_usage(problem: Any) -> Never:
@@ -61,7 +65,9 @@ def _report_usage(problem: Any) -> Never:
 
 def _report(message: str, code: int) -> Never:
     """Print an error on stderr, and as a JSON object on stdout with --json; exit."""
-    with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code reports the error as well
+    with contextlib.suppress(
+        OSError
+    ):  # stderr may be full or closed; the exit code reports the error as well
         for line in message.splitlines():  # one, but for the mistakes in a recipe
             sys.stderr.write(f"gqa-convert: {' '.join(line.split())}\n")
         sys.stderr.flush()

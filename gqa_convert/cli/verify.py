@@ -45,7 +45,9 @@ def verify(
 
     with ProgressScreen() as screen:
         if refresh:
-            replaced = refresh_modeling(out) or ["nothing: no modelling file is of an earlier release"]
+            replaced = refresh_modeling(out) or [
+                "nothing: no modelling file is of an earlier release"
+            ]
             screen.say(f"note: replaced {' and '.join(replaced)}")
         report = verify_checkpoint(
             out,

@@ -44,9 +44,13 @@ def record_conversion(
     # files that are copied are small and hashed, weights if asked for
     shards = {shard.file for shard in source.shards}
     hashed = [
-        name for name in source.sizes if name not in source.left_behind and (options.hash_weights or name not in shards)
+        name
+        for name in source.sizes
+        if name not in source.left_behind and (options.hash_weights or name not in shards)
     ]
-    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(source.local_folder, hashed)
+    known = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()} | hash_files(
+        source.local_folder, hashed
+    )
     # methods that work on whole layers take so long that hashing their result costs little
     if options.hash_weights or merged.errors is not None:
         result = {"files": hash_files(folder, [file.file for file in plan.files])}

@@ -51,7 +51,9 @@ def refresh_modeling(folder: str | Path) -> list[str]:
     listed = record.get(WRITTEN, {})
     names = [CONFIG, *(file.name for file in form.files)]
     own = [name for name in names if is_unchanged(folder / name, listed.get(name, {}))]
-    replaced = [file.name for file in form.files if (folder / file.name).read_bytes() != file.read_bytes()]
+    replaced = [
+        file.name for file in form.files if (folder / file.name).read_bytes() != file.read_bytes()
+    ]
     for file in form.files:
         write_whole(folder / file.name, file.read_bytes())
     write_json(folder / CONFIG, config | {TESTED_KEY: TESTED})

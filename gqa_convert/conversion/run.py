@@ -55,7 +55,11 @@ class ConversionResult(Result):
     def as_json(self) -> JsonObject:
         """The plan's summary and what only the conversion knows."""
         calibrated = {} if self.calibration is None else {"calibration": self.calibration.as_json()}
-        done = {"out": str(self.out), "out_bytes": self.out_bytes, "merge_error": dict(self.merge_error)}
+        done = {
+            "out": str(self.out),
+            "out_bytes": self.out_bytes,
+            "merge_error": dict(self.merge_error),
+        }
         return self.plan.summary() | calibrated | done
 
 
@@ -91,7 +95,9 @@ def convert_checkpoint(
     """
     folder = local_path(out)
     opened = open_checkpoint(source, revision=options.revision)
-    plan, calibration = plan_conversion(plan_rewriting(opened, groups, native=options.native), groups, options)
+    plan, calibration = plan_conversion(
+        plan_rewriting(opened, groups, native=options.native), groups, options
+    )
     check_destination(folder, opened.folder, overwrite=options.overwrite)
     if opened.folder is None:
         opened = download_checkpoint(opened)
@@ -110,9 +116,14 @@ def convert_checkpoint(
         staged = stack.enter_context(staged_folder(folder))
         check_room("the result", plan.disk_bytes, staged.path)
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
-        errors = write_weights(plan, staged.path, merged.tensors, progress) | dict(merged.errors or {})
+        errors = write_weights(plan, staged.path, merged.tensors, progress) | dict(
+            merged.errors or {}
+        )
         write_sidecar_files(plan, staged.path)
-        write_json(staged.path / PROVENANCE, record_conversion(plan, options, merged, errors, previous, staged.path))
+        write_json(
+            staged.path / PROVENANCE,
+            record_conversion(plan, options, merged, errors, previous, staged.path),
+        )
         if not plan.family.listed and prove is not None:
             prove(staged.path)
         total = sum(path.stat().st_size for path in staged.path.rglob("*") if path.is_file())

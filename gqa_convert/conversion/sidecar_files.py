@@ -24,7 +24,11 @@ def write_sidecar_files(plan: Plan, folder: Path) -> None:
         folder: where the result's weights are.
     """
     totals = {"total_size": plan.weight_bytes_after, "total_parameters": plan.parameters_after}
-    write_index(folder, {file.file: file.names for file in plan.files}, (plan.checkpoint.index_metadata or {}) | totals)
+    write_index(
+        folder,
+        {file.file: file.names for file in plan.files},
+        (plan.checkpoint.index_metadata or {}) | totals,
+    )
     copy_files(plan.checkpoint, folder)
     for file in plan.modeling.files if plan.modeling else ():
         _copy(file, folder / file.name)
@@ -47,8 +51,12 @@ def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
     has_tokenizer = path.is_file() or (folder / "tokenizer.json").is_file()
     if has_tokenizer and checkpoint.tokenizer_defaults:
         stated = _read_object(path)
-        missing = {key: value for key, value in checkpoint.tokenizer_defaults.items() if key not in stated}
-        if str(stated.get("tokenizer_class") or checkpoint.config["tokenizer_class"]).startswith("GPT2Tokenizer"):
+        missing = {
+            key: value for key, value in checkpoint.tokenizer_defaults.items() if key not in stated
+        }
+        if str(stated.get("tokenizer_class") or checkpoint.config["tokenizer_class"]).startswith(
+            "GPT2Tokenizer"
+        ):
             write_json(path, stated | missing)
 
 

@@ -22,7 +22,9 @@ from gqa_convert.merging.pooling import pool_groups
 Progress = Callable[[int], None]
 
 
-def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress: Progress) -> dict[str, float]:
+def write_weights(
+    plan: Plan, folder: Path, merged: Mapping[str, Path], progress: Progress
+) -> dict[str, float]:
     """Write all weight files into an empty folder. One tensor at a time is in memory.
 
     Args:
@@ -60,7 +62,9 @@ def write_weights(plan: Plan, folder: Path, merged: Mapping[str, Path], progress
                 with WrittenFile(path, size, progress) as out:
                     out.copy(sources[file.shard], 0, size)
             else:
-                write_file(path, dict(plan.tensors(file)), file.metadata, sources, progress, computed)
+                write_file(
+                    path, dict(plan.tensors(file)), file.metadata, sources, progress, computed
+                )
         sources.check_unchanged()
     return errors
 

@@ -42,7 +42,9 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
     paths = data_files(folder, SUFFIXES, split, shared=METADATA)
     sounds = [path for path in paths if path.name not in METADATA]
     if not sounds:
-        raise DataError(f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does")
+        raise DataError(
+            f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does"
+        )
     texts: dict[Path, str] = {}
     for metadata in (path for path in paths if path.name in METADATA):
         problem = "has no rows: add one for each audio file, or remove it"
@@ -88,7 +90,9 @@ def read_audio(path: Path, rate: int) -> Samples:
     try:
         channels, found_rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as problem:
-        raise DataError(f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder") from None
+        raise DataError(
+            f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder"
+        ) from None
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
     fault = ""
     if len(samples) < SHORTEST_SECONDS * rate:

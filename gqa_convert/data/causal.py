@@ -36,12 +36,18 @@ class CausalSampler(BlockSampler):
         ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
         labels = ids[:, 1:].copy()
         for row, (tokens, place) in zip(labels, places, strict=True):
-            row[tokens.size - place.before :] = IGNORED  # they are in an earlier block of the epoch, too
-            if place.start <= tokens.size - 1 < place.start + length:  # the first token does not follow the last
+            row[tokens.size - place.before :] = (
+                IGNORED  # they are in an earlier block of the epoch, too
+            )
+            if (
+                place.start <= tokens.size - 1 < place.start + length
+            ):  # the first token does not follow the last
                 row[tokens.size - 1 - place.start] = IGNORED
         return {"input_ids": ids[:, :-1], "labels": labels}
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
         scored = min(limit, tokens.size) - 1
-        return [Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)]
+        return [
+            Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)
+        ]

@@ -83,12 +83,16 @@ def _messages(row: Row, field: str, where: str) -> list[Message]:
     """The messages without the fields that a Parquet file fills with nulls."""
     given = _value(row, field, where)
     if not isinstance(given, list | None):
-        raise DataError(f"{where}: {field!r} holds a {type(given).__name__}, expected a list of messages")
+        raise DataError(
+            f"{where}: {field!r} holds a {type(given).__name__}, expected a list of messages"
+        )
     messages = []
     for number, item in enumerate(given or (), 1):
         place = f"{where}: message {number}"
         if not isinstance(item, Mapping):
-            raise DataError(f"{place} is a {type(item).__name__}, expected an object with `role` and `content`")
+            raise DataError(
+                f"{place} is a {type(item).__name__}, expected an object with `role` and `content`"
+            )
         message = {name: value for name, value in item.items() if value is not None}
         lacking = "" if isinstance(message.get("role"), str) else "`role`"
         if not {"content", "tool_calls"} & message.keys():

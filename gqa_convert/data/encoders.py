@@ -43,7 +43,11 @@ class TextEncoder:
         """The tokens of the pieces, one behind the other: [tokens]."""
         texts = [piece.text for piece in pieces]
         parts = self._tokenizer(
-            texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            verbose=False,
         )["input_ids"]
         for piece, ids in zip(pieces, parts, strict=True):
             if piece.first:
@@ -79,7 +83,11 @@ def tokenizer_state(tokenizer: Any) -> list[Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     name = type(tokenizer).__name__
     if backend is None:
-        return [name, sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items()))]
+        return [
+            name,
+            sorted(tokenizer.get_vocab().items()),
+            repr(sorted(tokenizer.init_kwargs.items())),
+        ]
     state = json.loads(backend.to_str())
     state.pop("truncation", None)  # padding and truncation depend on earlier use of the tokenizer
     state.pop("padding", None)
@@ -117,7 +125,9 @@ class ChatEncoder:
             DataError: the template refuses it.
         """
         try:
-            text = self._tokenizer.apply_chat_template(piece.text, chat_template=self._template, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                piece.text, chat_template=self._template, tokenize=False
+            )
         except Exception as problem:  # a template may fail in any way
             raise DataError(
                 f"{piece.where}: the chat template refuses the conversation ({first_line(problem)}): correct or remove the row"
@@ -131,7 +141,9 @@ class ChatEncoder:
             DataError: the template refuses a conversation.
         """
         texts = [self.rendered(piece).text for piece in pieces]
-        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        found = self._tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         return packed(found["input_ids"], [True] * len(pieces))
 
 
@@ -144,7 +156,9 @@ def template_of_one_day(tokenizer: Any) -> str:
     template = str(tokenizer.get_chat_template())
     if "strftime_now" not in template:
         return template
-    filters = "".join(f"|replace('{part}', '{DATE.strftime(part)}')" for part in _PARTS_OF_DATES.split())
+    filters = "".join(
+        f"|replace('{part}', '{DATE.strftime(part)}')" for part in _PARTS_OF_DATES.split()
+    )
     # the empty expression keeps a line break that follows
     return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 

@@ -118,7 +118,9 @@ def explained(path: Path) -> Iterator[None]:
         ) from None
     except (OSError, EOFError, zlib.error, csv.Error) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise DataError(f"{path} can't be read ({reason}): check the file, or remove it from the source") from None
+        raise DataError(
+            f"{path} can't be read ({reason}): check the file, or remove it from the source"
+        ) from None
 
 
 def _lines(path: Path, handle: io.BufferedReader) -> IO[str]:
@@ -130,7 +132,9 @@ def _lines(path: Path, handle: io.BufferedReader) -> IO[str]:
     data = gzip.GzipFile(fileobj=handle) if path.suffix == ".gz" else handle
     beginning = data.peek(_BEGINNING)[:_BEGINNING]
     if beginning.count(0) > 1 + len(beginning) // 64:
-        raise DataError(f"{path} is UTF-16 or no text: convert it to UTF-8, or remove it from the source")
+        raise DataError(
+            f"{path} is UTF-16 or no text: convert it to UTF-8, or remove it from the source"
+        )
     return io.TextIOWrapper(data, encoding="utf-8-sig", newline="\n")
 
 
@@ -149,7 +153,9 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
         yield Piece(pending, first=first)
 
 
-def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def read_rows(
+    path: Path, handle: io.BufferedReader, fields: Sequence[str]
+) -> Iterator[tuple[str, Row]]:
     """The location of each row of a file of JSON lines, of CSV or of a table, for messages, and the row.
 
     Args:
@@ -168,9 +174,13 @@ def read_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) -> I
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as problem:
-                    raise DataError(f"{where} is not JSON ({problem}): expected one object per line") from None
+                    raise DataError(
+                        f"{where} is not JSON ({problem}): expected one object per line"
+                    ) from None
                 if not isinstance(row, dict):
-                    raise DataError(f"{where} holds a {type(row).__name__}, expected one object per line")
+                    raise DataError(
+                        f"{where} holds a {type(row).__name__}, expected one object per line"
+                    )
                 yield where, row
 
 

@@ -20,7 +20,9 @@ _SHARD = re.compile(r"(?:data/(.+)|([^/]+)/data)-\d{5}-of-\d{5}.*")
 """A file of `push_to_hub`, or of several splits that `save_to_disk` has written, with the name of its split."""
 
 
-def data_files(given: Path, kinds: Collection[str], split: str = TRAIN, shared: Collection[str] = ()) -> list[Path]:
+def data_files(
+    given: Path, kinds: Collection[str], split: str = TRAIN, shared: Collection[str] = ()
+) -> list[Path]:
     """The files of one split of a folder, in the order of their paths, or those that match a pattern.
 
     The names of files and folders state splits as they do for `datasets`. A single split is taken for a mere name, and
@@ -50,7 +52,9 @@ def data_files(given: Path, kinds: Collection[str], split: str = TRAIN, shared: 
                     unread[path] = unread[path] or f"not in the split {split}"
     else:
         matching = map(Path, sorted(glob.glob(str(given), recursive=True)))  # noqa: PTH207  # it may begin with /
-        unread = {path.absolute(): _why_unread(Path(path.name)) for path in matching if path.is_file()}
+        unread = {
+            path.absolute(): _why_unread(Path(path.name)) for path in matching if path.is_file()
+        }
     note_unread(given, unread)
     return [given / path for path, reason in unread.items() if not reason]
 
@@ -63,7 +67,10 @@ def note_unread(given: Path, unread: Mapping[Path, str]) -> None:
         unread: why they are not read; empty for those that are.
     """
     reasons = dict.fromkeys(filter(None, unread.values()))
-    parts = [f"{some([str(path) for path in unread if unread[path] == reason])} ({reason})" for reason in reasons]
+    parts = [
+        f"{some([str(path) for path in unread if unread[path] == reason])} ({reason})"
+        for reason in reasons
+    ]
     if parts and os.environ.get("RANK", "0") == "0":
         _say(f"note: not read in {given}: {'; '.join(parts)}")
 
@@ -81,7 +88,11 @@ def _why_unread(path: Path, kinds: Collection[str] = (), shared: Collection[str]
         return "hidden"
     if path.name in FILES_TO_IGNORE or _BESIDE_DATA.fullmatch(path.name):
         return "about data, no data"
-    return f"no {', '.join(kinds)}" if kinds and kind_of(path) not in kinds and path.name not in shared else ""
+    return (
+        f"no {', '.join(kinds)}"
+        if kinds and kind_of(path) not in kinds and path.name not in shared
+        else ""
+    )
 
 
 def _splits(paths: Iterable[Path]) -> dict[Path, str]:
@@ -89,9 +100,15 @@ def _splits(paths: Iterable[Path]) -> dict[Path, str]:
     from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
     data = [path for path in paths if kind_of(path) not in DOCUMENTS]
-    found = {path: shard[1] or shard[2] for path in data if (shard := _SHARD.fullmatch(path.as_posix()))}
+    found = {
+        path: shard[1] or shard[2] for path in data if (shard := _SHARD.fullmatch(path.as_posix()))
+    }
     for parts in (slice(None, -1), slice(-1, None)):
         for split, keywords in SPLIT_KEYWORDS.items() if not found else ():
-            word = re.compile(f"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?")
-            found |= {path: str(split) for path in data if any(map(word.fullmatch, path.parts[parts]))}
+            word = re.compile(
+                f"(.*[{NON_WORDS_CHARS}])?({'|'.join(keywords)})([{NON_WORDS_CHARS}].*)?"
+            )
+            found |= {
+                path: str(split) for path in data if any(map(word.fullmatch, path.parts[parts]))
+            }
     return found

@@ -103,9 +103,7 @@ def commit_of(dataset: str, revision: str | None) -> str:
     try:
         return str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
     except Exception as problem:
-        reason = (
-            f"the Hub has no dataset with the revision {revision or 'main'} that you can access: check both, or log in"
-        )
+        reason = f"the Hub has no dataset with the revision {revision or 'main'} that you can access: check both, or log in"
         if not isinstance(problem, RepositoryNotFoundError | RevisionNotFoundError):
             reason = f"the Hub could not be reached to look for a dataset of this name ({first_line(problem)}): check the path or the network"
         raise DataError(f"{dataset} is not a local file, and {reason}") from problem

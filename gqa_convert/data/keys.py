@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.data.scalars import counted, exact, shown
@@ -106,7 +113,9 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
         lines = []
-        for error in sorted(problem.errors(include_url=False), key=lambda error: error["type"] == "missing"):
+        for error in sorted(
+            problem.errors(include_url=False), key=lambda error: error["type"] == "missing"
+        ):
             *outer, name = error["loc"]
             above = _path(outer, owner)
             holder = nested.get(str(outer[0]), declared) if outer else declared
@@ -114,14 +123,22 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
                 subject = f"{above} has an unknown key" if above else "unknown key"
                 lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
             elif error["type"] == "missing":
-                lines.append(f"{above or 'the recipe'} has no key {name!r}: {fields_of(holder)[str(name)].description}")
+                lines.append(
+                    f"{above or 'the recipe'} has no key {name!r}: {fields_of(holder)[str(name)].description}"
+                )
             else:
-                message = "it must be a mapping" if error["type"] == "dataclass_type" else str(error["msg"])
+                message = (
+                    "it must be a mapping"
+                    if error["type"] == "dataclass_type"
+                    else str(error["msg"])
+                )
                 for theirs, ours in _WORDS.items():
                     message = message.replace(theirs, ours)
                 value = shown(error["input"]) or "empty"
                 lines.append(f"{_path([name], above)} is {value}: {message}")
-        raise ValueError("\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))) from None
+        raise ValueError(
+            "\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))
+        ) from None
 
 
 def _path(location: Sequence[int | str], path: str) -> str:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_PARTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_PARTS: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _WORDS = {name: words.split() for name, words in _PARTS["words"].items()}
 _FIELDS = [(name, kind) for kind, names in _PARTS["fields"].items() for name in names.split()]
 """The fields of records, and the kinds of their values."""
@@ -28,7 +30,9 @@ def _forms() -> "Environment":
     """The templates of documents, which a dry run does without."""
     from jinja2 import DictLoader, Environment
 
-    forms = Environment(loader=DictLoader(_PARTS["values"] | _PARTS["forms"]), trim_blocks=True, auto_reload=False)
+    forms = Environment(
+        loader=DictLoader(_PARTS["values"] | _PARTS["forms"]), trim_blocks=True, auto_reload=False
+    )
     forms.globals |= _WORDS | _PARTS["patterns"] | {"json": json, "repr": repr, "tuple": tuple}
     return forms
 
@@ -62,7 +66,10 @@ def made_up_records(seed: int, characters: int, filler: Sequence[str]) -> Iterat
         while len(records) < _FEWEST or size < wanted:
             key = _written(kind_of_key, chance)
             records[key] = {name: _written(kind, chance) for name, kind in fields}
-            size += sum(len(name) + len(value) + 6 for name, value in ({subject: key} | records[key]).items())
+            size += sum(
+                len(name) + len(value) + 6
+                for name, value in ({subject: key} | records[key]).items()
+            )
             size += share * len(filler[0]) if share else 0.0
         lines = []
         for line in _written(stated, chance, subject=subject, records=records).split("\n")[:-1]:

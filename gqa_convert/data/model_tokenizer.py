@@ -26,7 +26,11 @@ def usable_tokenizer(folder: Path) -> Any:
             "from the model's repository"
         ) from problem
     # for some model types transformers creates a tokenizer without a vocabulary if the files are missing
-    names = {"tokenizer.json", "tokenizer.model", *getattr(tokenizer, "vocab_files_names", {}).values()}
+    names = {
+        "tokenizer.json",
+        "tokenizer.model",
+        *getattr(tokenizer, "vocab_files_names", {}).values(),
+    }
     if not any((folder / name).is_file() for name in names):
         raise DataError(
             f"{folder} has no tokenizer; none of these files was found: {', '.join(sorted(names))}: copy them from the model's repository"

@@ -62,7 +62,9 @@ OBJECTIVES: dict[str, Objective] = {
         reads=("text",),
         sampler="gqa_convert.data.span_corruption:SpanSampler",
     ),
-    "pairs": Objective(models="an encoder-decoder", reads=("pairs",), sampler="gqa_convert.data.pairs:PairSampler"),
+    "pairs": Objective(
+        models="an encoder-decoder", reads=("pairs",), sampler="gqa_convert.data.pairs:PairSampler"
+    ),
 }
 """The objectives by name. `auto` takes the first one that suits a model and the data."""
 

@@ -44,7 +44,12 @@ def permuted(number: int, size: int, key: int) -> int:
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
     while True:
-        high, low, high_size, low_size = number >> low_bits, number & (1 << low_bits) - 1, bits - low_bits, low_bits
+        high, low, high_size, low_size = (
+            number >> low_bits,
+            number & (1 << low_bits) - 1,
+            bits - low_bits,
+            low_bits,
+        )
         for round_key in _round_keys(key):
             high, low = low, high ^ mix(round_key, low) & (1 << high_size) - 1
             high_size, low_size = low_size, high_size
@@ -95,14 +100,18 @@ def _spread(parts: list[int]) -> list[tuple[int, int]]:
     turns = [0] * len(parts)
     order = []
     for place in range(period):
-        released = [each for each, part in enumerate(parts) if turns[each] * period // part <= place]
+        released = [
+            each for each, part in enumerate(parts) if turns[each] * period // part <= place
+        ]
         chosen = min(released, key=lambda each: -(-(turns[each] + 1) * period // parts[each]))
         order.append((chosen, turns[chosen]))
         turns[chosen] += 1
     return order
 
 
-def divided(found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int) -> tuple[Sequence[T], ...]:
+def divided(
+    found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int
+) -> tuple[Sequence[T], ...]:
     """The first examples for the layers, the next ones held out, and the rest. Where there are too few for the first two,
     one in nine is held out.
 

@@ -56,7 +56,11 @@ class PairEncoder:
         parts: list[list[int]] = []
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
-            options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+            options = {
+                "split_special_tokens": True,
+                "return_attention_mask": False,
+                "verbose": False,
+            }
             found = self._tokenizer(text=sources, text_target=targets, **options)
             for source, target in zip(found["input_ids"], found["labels"], strict=True):
                 closed = target if target[-1:] == self._end else target + self._end
@@ -96,7 +100,10 @@ class PairSampler(Sampler):
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:  # noqa: ARG002
         """See `PairEncoder`."""
-        names = (source.source_field or "", source.target_field or "")  # a recipe without them is refused
+        names = (
+            source.source_field or "",
+            source.target_field or "",
+        )  # a recipe without them is refused
         return PairEncoder(self.settings.tokenizer, Fields(names, "pair"))
 
     def measure(self, sources: Shares) -> None:
@@ -149,7 +156,9 @@ class PairSampler(Sampler):
     def _text(self, tokens: TokenSource, number: int) -> Integers:
         """The tokens of a text, truncated; sources have even numbers, targets odd ones."""
         start = int(tokens.ends[number - 1]) if number else 0
-        return ids_of(shortened(tokens.tokens[start : int(tokens.ends[number])], self.settings.length))
+        return ids_of(
+            shortened(tokens.tokens[start : int(tokens.ends[number])], self.settings.length)
+        )
 
 
 def _lengths(tokens: TokenSource) -> Integers:

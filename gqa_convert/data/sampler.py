@@ -131,7 +131,9 @@ class BlockSampler(Sampler):
     def cut(self, tokens: TokenSource, number: int, key: int) -> Block:
         """See `Sampler.cut`."""
         if not tokens.complete and self.tokens_for(number + 1) > tokens.size:
-            raise IndexError(f"sample {number} of {tokens.label} is cut from tokens that are not there yet")
+            raise IndexError(
+                f"sample {number} of {tokens.label} is cut from tokens that are not there yet"
+            )
         blocks = self.count(tokens)
         epoch, place = divmod(number, blocks)
         if tokens.is_stream and epoch == 0:

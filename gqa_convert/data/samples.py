@@ -28,7 +28,9 @@ class Samples:
         fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal samples.
     """
 
-    def __init__(self, sources: Sequence[tuple[TokenSource, float]], sampler: Sampler, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[tuple[TokenSource, float]], sampler: Sampler, seed: int
+    ) -> None:
         self.sources = [tokens for tokens, _ in sources]
         self.sampler = sampler
         self._seed = seed
@@ -71,18 +73,27 @@ class EvaluationBlocks:
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
         self.fingerprint = _digest(sources)
-        self._places = [(tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)]
+        self._places = [
+            (tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)
+        ]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The blocks with these numbers, all of them below `len`."""
-        return self.sampler.batch([self._places[index] for index in indices], [(0, index) for index in indices])
+        return self.sampler.batch(
+            [self._places[index] for index in indices], [(0, index) for index in indices]
+        )
 
 
 def open_samples(
-    sources: Sequence[Source], settings: SampleSettings, progress: OnTokenize, *, tokens: int, seed: int
+    sources: Sequence[Source],
+    settings: SampleSettings,
+    progress: OnTokenize,
+    *,
+    tokens: int,
+    seed: int,
 ) -> Samples:
     """Open training samples. What the cache lacks is tokenised: files and pairs wholly, and streams as far as a run needs
     them.
@@ -125,7 +136,9 @@ def evaluation_blocks(
     return EvaluationBlocks(opened, sampler)
 
 
-def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize) -> TokenSource:
+def _tokens(
+    source: Source, sampler: Sampler, needed: int | None, progress: OnTokenize
+) -> TokenSource:
     """The tokens of a source, as many as needed if it is a stream."""
     text = open_source(source)
     encoder = sampler.encoder(source, text)
@@ -133,7 +146,11 @@ def _tokens(source: Source, sampler: Sampler, needed: int | None, progress: OnTo
     try:
         tokens = tokenize(text, encoder, default_cache(), needed=needed, progress=progress)
     except FieldError as problem:
-        key = PAIR_KEYS if encoder.fields.holds == "pair" else "`text_field`, or set `format: chat` for conversations"
+        key = (
+            PAIR_KEYS
+            if encoder.fields.holds == "pair"
+            else "`text_field`, or set `format: chat` for conversations"
+        )
         raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(

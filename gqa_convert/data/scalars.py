@@ -37,5 +37,7 @@ def counted(value: object) -> Fraction | None:
 
 def shown(value: object) -> str:
     """A value in YAML notation, shortened to fit in a message."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

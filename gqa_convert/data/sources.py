@@ -63,7 +63,11 @@ class Source:
 
     def stated(self) -> dict[str, Any]:
         """The values that are not the defaults."""
-        return {name: value for name, value in asdict(self).items() if value != fields_of(Source)[name].default}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value != fields_of(Source)[name].default
+        }
 
 
 def _read_source(item: Any) -> Any:
@@ -133,7 +137,9 @@ def open_source(source: Source) -> TextSource:
     else:
         files = [path] if path.is_file() else data_files(path, SUFFIXES, source.split)
     if not files:
-        raise DataError(f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'")
+        raise DataError(
+            f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'"
+        )
     return Files(given, files, lenient=is_stdlib)
 
 
@@ -157,7 +163,8 @@ def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> Dataset
         DataError: a dataset or revision does not exist, or the Hub can't be reached.
     """
     return {
-        _reference(source): known.get(_reference(source)) or commit_of(source.source, source.revision)
+        _reference(source): known.get(_reference(source))
+        or commit_of(source.source, source.revision)
         for source in sources
         if is_on_hub(source)
     }
@@ -165,7 +172,10 @@ def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> Dataset
 
 def pinned(sources: Iterable[Source], commits: Mapping[str, str]) -> tuple[Source, ...]:
     """The sources with the commits of their Hub datasets as revisions, as far as the commits are known."""
-    return tuple(replace(source, revision=commits.get(_reference(source), source.revision)) for source in sources)
+    return tuple(
+        replace(source, revision=commits.get(_reference(source), source.revision))
+        for source in sources
+    )
 
 
 def _reference(source: Source) -> str:

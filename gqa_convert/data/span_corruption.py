@@ -55,7 +55,9 @@ def shape_for(length: int) -> Shape:
         DataError: no block has so short an input.
     """
     if length < _SHORTEST_INPUT:
-        raise DataError(f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger")
+        raise DataError(
+            f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger"
+        )
     shapes = map(shape_of, range(2 * length, 1, -1))
     # the input is the rest of the text, a sentinel for each span, and end-of-text
     return next(shape for shape in shapes if shape.raw - shape.noise + shape.spans + 1 == length)
@@ -123,18 +125,26 @@ class SpanCorruption:
         """
         total, noise, spans = shape_of(raw.shape[1])
         kept = total - noise
-        drawn = np.stack([np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys])
+        drawn = np.stack(
+            [np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys]
+        )
         # all divisions into spans are equally likely
         parts = (
             segmented(kept, spans, drawn[:, : kept - 1]),
             segmented(noise, spans, drawn[:, kept - 1 :]),
         )
         lengths = np.stack(parts, axis=2)
-        removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(raw.shape)
+        removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(
+            raw.shape
+        )
         labels = self._marked(raw, ~removed)
         decoder = np.roll(labels, 1, axis=1)
         decoder[:, 0] = self._start
-        return {"input_ids": self._marked(raw, removed), "labels": labels, "decoder_input_ids": decoder}
+        return {
+            "input_ids": self._marked(raw, removed),
+            "labels": labels,
+            "decoder_input_ids": decoder,
+        }
 
     def _marked(self, raw: Integers, dropped: Flags) -> Integers:
         """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text behind them.
@@ -162,7 +172,9 @@ def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:
     cuts = np.full((len(keys), parts + 1), total, np.int64)
     cuts[:, 0] = 0
     if parts > 1:
-        cuts[:, 1:-1] = np.sort(np.argpartition(keys, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
+        cuts[:, 1:-1] = (
+            np.sort(np.argpartition(keys, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
+        )
     return np.diff(cuts, axis=1)
 
 
@@ -172,7 +184,9 @@ class SpanSampler(BlockSampler):
     """
 
     def __init__(self, settings: SampleSettings) -> None:
-        self._corruption = SpanCorruption(settings.tokenizer, settings.decoder_start or 0, settings.length)
+        self._corruption = SpanCorruption(
+            settings.tokenizer, settings.decoder_start or 0, settings.length
+        )
         super().__init__(settings, self._corruption.raw, following=0)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:

@@ -71,7 +71,9 @@ class SpeechModel:
     def features(self, windows: Sequence[Window]) -> Tensor:
         """The encoder's input, [windows, mel bins, frames], float32."""
         sounds = [window.samples for window in windows]
-        made: Tensor = self._extractor(sounds, sampling_rate=self.rate, return_tensors="pt").input_features
+        made: Tensor = self._extractor(
+            sounds, sampling_rate=self.rate, return_tensors="pt"
+        ).input_features
         return made
 
     def text_tokens(self, text: str) -> list[int]:
@@ -93,7 +95,9 @@ class SpeechModel:
         columns = [torch.full((len(encoded),), generation.decoder_start_token_id)]
         if self._is_multilingual:
             with torch.no_grad():
-                columns.append(self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).cpu())
+                columns.append(
+                    self.model.detect_language(encoder_outputs=self.encoder_outputs(encoded)).cpu()
+                )
             columns.append(torch.full_like(columns[0], generation.task_to_id[_TASK]))
         without_timestamps = getattr(generation, "no_timestamps_token_id", None)
         if without_timestamps is not None:
@@ -106,7 +110,9 @@ class SpeechModel:
         most = self.model.config.max_target_positions // 2
         sound = self.encoder_outputs(encoded)
         with torch.no_grad(), no_warnings():
-            ids = self.model.generate(encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task)
+            ids = self.model.generate(
+                encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task
+            )
         return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
     @property

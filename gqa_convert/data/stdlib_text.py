@@ -28,4 +28,6 @@ def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = {*folders} - (_FOREIGN if with_tests else _FOREIGN | _TESTS)
         found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return [path for path in sorted(found) if is_held_out(path.relative_to(root).as_posix()) == held_out]
+    return [
+        path for path in sorted(found) if is_held_out(path.relative_to(root).as_posix()) == held_out
+    ]

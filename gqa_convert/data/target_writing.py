@@ -57,7 +57,10 @@ def written_targets(
     settings: list[Any] = [LONGEST, BATCH, seed, tokens, text.identity(), field]
     for path in sorted(folder.iterdir()):
         settings += [str(path), path.stat().st_size, path.stat().st_mtime_ns]
-    file = cache / f"targets-{hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:32]}.jsonl"
+    file = (
+        cache
+        / f"targets-{hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:32]}.jsonl"
+    )
     name = local_path(checkpoint.source_id).name
     label = f"{text.label} with targets that {name} writes"
     if not file.is_file():
@@ -67,11 +70,16 @@ def written_targets(
         inputs, done = iter(_inputs(text, field, seed)), 0
         while done < tokens and (group := list(islice(inputs, BATCH))):
             written, size = writer.answers(group)
-            rows += [{"source": source, "target": target} for source, target in zip(group, written, strict=True)]
+            rows += [
+                {"source": source, "target": target}
+                for source, target in zip(group, written, strict=True)
+            ]
             done += size
             progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        write_whole(
+            file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        )
     return OwnText(file, label)
 
 
@@ -102,9 +110,9 @@ class _Writer:
         """What the model writes for each input, and the tokens of both."""
         import torch
 
-        read = self._tokenizer(inputs, padding=True, truncation=True, max_length=self._longest, return_tensors="pt").to(
-            self._model.device
-        )
+        read = self._tokenizer(
+            inputs, padding=True, truncation=True, max_length=self._longest, return_tensors="pt"
+        ).to(self._model.device)
         options = {"num_beams": 1, "do_sample": False, "max_new_tokens": LONGEST}
         with torch.inference_mode(), loading.no_warnings():
             made = self._model.generate(**read, **options)

@@ -83,11 +83,21 @@ def own_text(
         DataError: the tokenizer has no token to begin with, or no chat template.
     """
     origin = checkpoint.origin
-    settings: list[Any] = [LENGTH, FIRST, BATCH, seed, tokens, conversations, checkpoint.config["model_type"]]
+    settings: list[Any] = [
+        LENGTH,
+        FIRST,
+        BATCH,
+        seed,
+        tokens,
+        conversations,
+        checkpoint.config["model_type"],
+    ]
     for path in sorted(origin.local_folder.iterdir()):
         stat = path.stat()
         settings += [str(path), stat.st_size, stat.st_mtime_ns]
-    file = cache / f"own-text-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}.jsonl"
+    file = (
+        cache / f"own-text-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]}.jsonl"
+    )
     name = local_path(origin.source_id).name
     kind = "conversations" if conversations else "text"
     label = f"{name}'s own {kind} (at least {tokens:,} tokens at temperature 1, seed {seed})"
@@ -105,7 +115,9 @@ def own_text(
             batches += 1
             progress(min(done, tokens), tokens)
         cache.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        write_whole(
+            file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        )
     return OwnText(file, label)
 
 
@@ -123,7 +135,9 @@ class _Writer:
         folder = checkpoint.local_folder
         config = checkpoint.config
         if loading.is_encoder_decoder(config):
-            raise OptionError(f"{name} is an encoder-decoder, and only decoders write text: name text for it instead")
+            raise OptionError(
+                f"{name} is an encoder-decoder, and only decoders write text: name text for it instead"
+            )
         loading.check_language_model(name, config, _NEEDS_HEAD)
         self._tokenizer = tokenizer = loading.load_tokenizer(folder)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -138,12 +152,21 @@ class _Writer:
         model, _ = loading.load_model(folder, dtype)
         self._model = model.to(device).eval()
         ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
-        self._settings = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, "do_sample": True, "top_k": 0}
+        self._settings = {
+            "eos_token_id": ends,
+            "pad_token_id": tokenizer.pad_token_id,
+            "do_sample": True,
+            "top_k": 0,
+        }
         self.generated = 0
 
     def documents(self, seed: int, size: int) -> list[dict[str, Any]]:
         """A batch of texts as rows, without empty ones."""
-        return [{"text": text} for text in self._texts([[self._begin]] * size, seed, LENGTH) if text.strip()]
+        return [
+            {"text": text}
+            for text in self._texts([[self._begin]] * size, seed, LENGTH)
+            if text.strip()
+        ]
 
     def conversations(self, seed: int, size: int) -> list[dict[str, Any]]:
         """A batch of conversations that have a question as rows."""
@@ -154,11 +177,20 @@ class _Writer:
         asked = self._texts([opening] * size, seed, QUESTION)
         questions = [text.strip() for text in asked if text.strip()]
         if not questions:
-            raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
+            raise DataError(
+                "the model asks nothing where its chat template lets a user speak: name text instead"
+            )
         ids = self._tokenizer(questions, add_special_tokens=False)["input_ids"]
-        answers = self._texts([[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH)
+        answers = self._texts(
+            [[*opening, *question, *between] for question in ids], mix(seed, 1), LENGTH
+        )
         return [
-            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
             for question, answer in zip(questions, answers, strict=True)
         ]
 
@@ -176,12 +208,16 @@ class _Writer:
 
         torch.manual_seed(seed)
         given = {"input_ids": beginnings}
-        rows = self._tokenizer.pad(given, padding_side="left", return_attention_mask=True, return_tensors="pt")
+        rows = self._tokenizer.pad(
+            given, padding_side="left", return_attention_mask=True, return_tensors="pt"
+        )
         width = rows["input_ids"].shape[1]
         if self._context is not None:
             most = min(most, self._context - width)
         if most < 1:
-            raise DataError(f"a conversation does not fit the model's {self._context} positions: name text instead")
+            raise DataError(
+                f"a conversation does not fit the model's {self._context} positions: name text instead"
+            )
         with generating_with(self._model, **self._settings), torch.inference_mode():
             made = self._model.generate(**rows.to(self._model.device), max_new_tokens=most)
         return made[:, width:]
@@ -204,5 +240,7 @@ def _chat_turns(tokenizer: Any) -> tuple[list[int], list[int]] | None:
     between, second, _ = rest.partition(_MARKS[1])
     if not (opening and second):
         return None
-    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (opening, between))
+    before, after = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (opening, between)
+    )
     return before, after

@@ -160,7 +160,9 @@ def tokenize(
         NoSpaceError: its disk is full.
     """
     identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
-    path = cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
+    path = (
+        cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
+    )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(path.with_suffix(".lock")):
@@ -185,7 +187,12 @@ def tokenize(
 
 
 def _appended(
-    text: TextSource, encoder: Encoder, path: Path, record: _Record, needed: int | None, progress: OnTokenize
+    text: TextSource,
+    encoder: Encoder,
+    path: Path,
+    record: _Record,
+    needed: int | None,
+    progress: OnTokenize,
 ) -> _Record:
     """Append the tokens of the documents after those of a record, until they suffice or the source ends; returns the new
     record.

@@ -16,7 +16,13 @@ SPAN_LENGTH = 512
 FARTHEST = 32_768
 """The position up to which blocks of calibration text are stretched by default, even if the context is longer."""
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_target_positions",
+    "max_seq_len",
+    "seq_length",
+)
 ENCODER_POSITIONS = ("max_source_positions", "max_encoder_position_embeddings", *POSITIONS)
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -30,7 +36,9 @@ def stated_positions(config: Config, names: Sequence[str] = POSITIONS) -> int | 
         config: what config.json holds.
         names: of the keys; `ENCODER_POSITIONS` for the encoder.
     """
-    return None if record_of(config).is_t5 else stated_count(config, names)  # a T5's `n_positions` has no effect
+    return (
+        None if record_of(config).is_t5 else stated_count(config, names)
+    )  # a T5's `n_positions` has no effect
 
 
 def stated_count(config: Config, names: Sequence[str]) -> int | None:
@@ -51,7 +59,10 @@ def reachable_context(config: Config) -> int | None:
     limits: list[Any] = [stated_positions(config)]
     for key in ("rope_parameters", "rope_scaling"):
         rotary = config.get(key)
-        if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in ("longrope", "su"):
+        if isinstance(rotary, Mapping) and rotary.get("rope_type", rotary.get("type")) in (
+            "longrope",
+            "su",
+        ):
             # above this length LongRoPE switches its frequencies, for all texts of a batch at once
             limits.append(config.get(_ORIGINAL) or rotary.get(_ORIGINAL))
     if config.get("use_sliding_window") is not False:

@@ -31,8 +31,12 @@ def why_not(config: Config) -> str | None:
     """Why a config of one of `DECILM_SOURCES` can't be restated as DeciLM's, a clause that can follow "since"; None if it
     can.
     """
-    hidden_size, heads, size = (config.get(key) for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    if not (type(hidden_size) is type(heads) is type(size) is int and hidden_size > 0 and heads > 0):
+    hidden_size, heads, size = (
+        config.get(key) for key in ("hidden_size", "num_attention_heads", "intermediate_size")
+    )
+    if not (
+        type(hidden_size) is type(heads) is type(size) is int and hidden_size > 0 and heads > 0
+    ):
         return "its config lacks hidden_size, num_attention_heads or intermediate_size"
     if hidden_size % heads or config.get("head_dim") not in (None, hidden_size // heads):
         return (
@@ -40,9 +44,13 @@ def why_not(config: Config) -> str | None:
             f"here {hidden_size / heads:g}"
         )
     if config.get("hidden_act", "silu") != "silu":
-        return f"its hidden_act is {config['hidden_act']!r}, and engines run a DeciLM with 'silu' only"
+        return (
+            f"its hidden_act is {config['hidden_act']!r}, and engines run a DeciLM with 'silu' only"
+        )
     if has_window(config):
-        return f"it has a sliding window of {config['sliding_window']} tokens, and a DeciLM has none"
+        return (
+            f"it has a sliding window of {config['sliding_window']} tokens, and a DeciLM has none"
+        )
     if ffn_mult(size, hidden_size) is None:
         return (
             f"its intermediate_size is {size}, and engines round that of a DeciLM up to a multiple of {_MULTIPLE}, "
@@ -107,5 +115,7 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...]:
                 )
             counts.append(count)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError):
-        raise ConfigError(f"{where} has no block_configs with an entry for each layer: repair the config") from None
+        raise ConfigError(
+            f"{where} has no block_configs with an entry for each layer: repair the config"
+        ) from None
     return tuple(counts)

@@ -30,7 +30,11 @@ def computes_otherwise(engine: str, config: Config) -> bool:
     if engine == "llama.cpp" and model_type in _ONE_GELU and activation not in _GELUS:
         return True
     stated = config.get("rope_scaling") or config.get("rope_parameters")
-    scaling = stated.get("rope_type", stated.get("type", "default")) if isinstance(stated, dict) else "default"
+    scaling = (
+        stated.get("rope_type", stated.get("type", "default"))
+        if isinstance(stated, dict)
+        else "default"
+    )
     return scaling not in _SCALED.get((engine, model_type), (scaling,))
 
 

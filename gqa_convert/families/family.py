@@ -216,7 +216,11 @@ class Family:
         """Whether a module, tensor or parameter can belong to the family's layers; always true outside a composite."""
         if not self.is_composite or name.startswith("mtp."):  # layers for multi-token prediction
             return True
-        return any(name.startswith(f"{prefix}{place}.") for prefix in self.prefixes for place, _ in self.layers)
+        return any(
+            name.startswith(f"{prefix}{place}.")
+            for prefix in self.prefixes
+            for place, _ in self.layers
+        )
 
     @property
     def reads_images_alone(self) -> bool:

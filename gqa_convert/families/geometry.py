@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import ConfigError, OptionError, UnsupportedFamilyError, UnsupportedFormatError
+from gqa_convert.errors import (
+    ConfigError,
+    OptionError,
+    UnsupportedFamilyError,
+    UnsupportedFormatError,
+)
 from gqa_convert.families import layouts
 from gqa_convert.families.composite import config_value, decoder_config, decoder_section
 from gqa_convert.families.family import AttentionKind as AttentionKind
@@ -120,7 +125,9 @@ class AttentionFinder:
             return heads
         if type(value) is not int or value < 1 or heads % value:
             expected = f"a divisor of {heads} query heads" if heads else "a count"
-            raise ConfigError(f"{self.where} has {key} = {value!r} where {expected} belongs: repair the config")
+            raise ConfigError(
+                f"{self.where} has {key} = {value!r} where {expected} belongs: repair the config"
+            )
         return value
 
     def _kv_heads(self) -> int:
@@ -173,7 +180,9 @@ class AttentionFinder:
             )
         key_head_dim = value_head_dim
         if not family.fused:
-            key_head_dim = self._shape(f"{module}.{family.query}.weight")[0] // (heads * family.query_outputs)
+            key_head_dim = self._shape(f"{module}.{family.query}.weight")[0] // (
+                heads * family.query_outputs
+            )
         stated = config_value(self.config, family.head_dim_key)
         if stated not in (None, key_head_dim):
             raise ConfigError(
@@ -186,12 +195,18 @@ class AttentionFinder:
             raise UnsupportedFormatError(
                 f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model in one float type"
             )
-        layer = AttentionLayer(module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind)
+        layer = AttentionLayer(
+            module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind
+        )
         for name, sections in self.sections(layer):
             rows = self._shape(name)[0]
             if rows != sum(section.rows for section in sections):
-                words = ", ".join(f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections)
-                raise ConfigError(f"{name} has {rows} rows, which contradicts {words} ({self.where}): {_APART}")
+                words = ", ".join(
+                    f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections
+                )
+                raise ConfigError(
+                    f"{name} has {rows} rows, which contradicts {words} ({self.where}): {_APART}"
+                )
         return layer
 
     def dtype(self, name: str) -> str:
@@ -220,7 +235,9 @@ class AttentionFinder:
         if family.key_norm in ("full", "per_head"):
             rows = head_dim if family.key_norm == "full" else 1
             parts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, rows)
-        names = [(f"{layer.module}.{part}.{kind}", part) for kind in ("weight", "bias") for part in parts]
+        names = [
+            (f"{layer.module}.{part}.{kind}", part) for kind in ("weight", "bias") for part in parts
+        ]
         return [(name, parts[part]) for name, part in names if name in self.entries]
 
     def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:

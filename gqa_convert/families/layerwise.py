@@ -73,7 +73,9 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
     stated: Any = config.get("num_key_value_heads")
     heads = config.get("num_attention_heads")
     try:
-        is_valid = len(stated) == config["num_hidden_layers"] and all(heads % count == 0 < count for count in stated)
+        is_valid = len(stated) == config["num_hidden_layers"] and all(
+            heads % count == 0 < count for count in stated
+        )
     except (KeyError, TypeError, ZeroDivisionError):
         is_valid = False
     if not is_valid:

@@ -84,7 +84,9 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sect
     """
     repeats = kv_heads if layout == "grouped" else 1
     counts: dict[Role, int] = {"query": heads, "key": kv_heads, "value": kv_heads}
-    return _in_order([(role, head_dim) for role in counts for _ in range(counts[role] // repeats)] * repeats)
+    return _in_order(
+        [(role, head_dim) for role in counts for _ in range(counts[role] // repeats)] * repeats
+    )
 
 
 def regrouped(sections: Sections, groups: int) -> Sections:
@@ -112,7 +114,9 @@ def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[An
     """The inverse of `split`."""
     import numpy as np
 
-    array = np.empty((sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype)
+    array = np.empty(
+        (sum(section.rows for section in sections), *heads[0].shape[2:]), heads[0].dtype
+    )
     for section, own in zip(sections, heads, strict=True):
         array[row_numbers(section)] = own
     return array

@@ -14,12 +14,22 @@ from typing import Any
 
 from gqa_convert.checkpoint.resource_errors import is_out_of_memory
 from gqa_convert.checkpoint.strict_json import Config, JsonObject
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, NoLanguageModelError, first_line
+from gqa_convert.errors import (
+    CorruptCheckpointError,
+    GQAConvertError,
+    NoLanguageModelError,
+    first_line,
+)
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import check_per_layer_config
 
-TASKS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText")
+TASKS = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+)
 """transformers' auto classes of models with logits over a vocabulary."""
 _HEADLESS = (
     "AutoModelForSequenceClassification",
@@ -104,7 +114,11 @@ def auto_class(config: Config) -> str:
     if not is_encoder_decoder(config):
         return TASKS[0]
     stock_type = record_of(config).stock_type
-    return TASKS[2] if stock_type in _classes(TASKS[2]) and stock_type not in _classes(TASKS[1]) else TASKS[1]
+    return (
+        TASKS[2]
+        if stock_type in _classes(TASKS[2]) and stock_type not in _classes(TASKS[1])
+        else TASKS[1]
+    )
 
 
 def hears(config: Config) -> bool:
@@ -224,7 +238,9 @@ def _register(config: Config) -> None:
         register_modeling(config["model_type"])
 
 
-def load_model(folder: Path, dtype: Any, *, run_code: bool = False, **options: Any) -> tuple[Any, list[str]]:
+def load_model(
+    folder: Path, dtype: Any, *, run_code: bool = False, **options: Any
+) -> tuple[Any, list[str]]:
     """Load any model with logits on the CPU, in evaluation mode; encoder-decoder models too.
 
     Args:
@@ -278,8 +294,12 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
 
     stated = read_config(folder)
     _register(stated)
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return getattr(transformers, auto_class(stated)).from_config(config, dtype=dtype, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
+    return getattr(transformers, auto_class(stated)).from_config(
+        config, dtype=dtype, trust_remote_code=False
+    )
 
 
 def outline_model(folder: Path) -> Any:
@@ -300,8 +320,12 @@ def outline_model(folder: Path) -> Any:
     with torch.device("meta"):
         model = model_of_config(folder, torch.float32)
     for module in model.modules():
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()):
-            raise ValueError(f"{type(module).__name__} keeps numbers outside its parameters and buffers")
+        if any(
+            isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()
+        ):
+            raise ValueError(
+                f"{type(module).__name__} keeps numbers outside its parameters and buffers"
+            )
     model.to_empty(device="cpu")
     model.tie_weights()
     return model.eval()
@@ -319,7 +343,9 @@ def check_readable_config(folder: Path) -> None:
     _register(stated)
     if stated.get("model_type") in transformers.CONFIG_MAPPING:
         with explained(f"{folder}/config.json"):
-            transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
 
 
 def untie(model: Any, name: str) -> None:

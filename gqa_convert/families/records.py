@@ -54,7 +54,9 @@ def _records(model_type: str) -> dict[str, Family]:
     own_type = CONVERTED_PREFIX + model_type.replace("-", "_")
     own_classes = tuple((auto, f"GQA{name}") for auto, name in row["classes"].items())
     tokenizer = row.get("tokenizer", "TokenizersBackend")
-    fast = tokenizer.replace("TokenizersBackend", "PreTrainedTokenizerFast")  # the name that engines know as well
+    fast = tokenizer.replace(
+        "TokenizersBackend", "PreTrainedTokenizerFast"
+    )  # the name that engines know as well
     source = DECILM_SOURCES[0] if model_type == DECILM else model_type
     decilm = Modeling("gqa_decilm", source, DECILM, _DECILM_CLASSES, fast)
     if model_type == DECILM:
@@ -65,7 +67,13 @@ def _records(model_type: str) -> dict[str, Family]:
         others: JsonObject = {"kv_heads": "stated", "fused_layout": "blocks"}
     elif "by_layer" in row:
         tasks = dict(_DECILM_CLASSES)
-        form = Modeling("gqa_by_layer", model_type, own_type, tuple(c for c in own_classes if c[0] in tasks), fast)
+        form = Modeling(
+            "gqa_by_layer",
+            model_type,
+            own_type,
+            tuple(c for c in own_classes if c[0] in tasks),
+            fast,
+        )
         forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
         family = replace(family, layerwise=forms)
         others = {"kv_heads": "listed", "layerwise": (form,)}
@@ -100,8 +108,12 @@ def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> 
         keys = tensors.get(f"{module}.{family.key}.weight")
         if keys is not None and part.startswith(("k_", "key_")) and part.endswith("norm"):
             rows = keys.shape[0]
-            kinds: Any = {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"} if kv_heads > 1 else {}
-            return replace(family, key_norm=kinds.get(tuple(gains.shape), "shared"), key_norm_name=part)
+            kinds: Any = (
+                {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"} if kv_heads > 1 else {}
+            )
+            return replace(
+                family, key_norm=kinds.get(tuple(gains.shape), "shared"), key_norm_name=part
+            )
     return family
 
 
@@ -115,10 +127,16 @@ COMPOSITES: dict[str, str] = _FACTS["composites"]
 """Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose config does not name
 its own."""
 
-INNER = {name: ALL[name] for name in COMPOSITES.values() if "AutoModelForCausalLM" not in _row(name)["classes"]}
+INNER = {
+    name: ALL[name]
+    for name in COMPOSITES.values()
+    if "AutoModelForCausalLM" not in _row(name)["classes"]
+}
 """Decoders that exist only inside a composite."""
 
-FAMILIES = {name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key}
+FAMILIES = {
+    name: family for name, family in ALL.items() if name not in INNER and not family.one_kv_head_key
+}
 """Every model type that can be converted, with those of results that have a modelling file."""
 
 REFUSALS = {name: reason for reason, names in _FACTS["refused"].items() for name in names.split()}

@@ -33,7 +33,9 @@ class Release(NamedTuple):
     def holds(self, folder: Path, name: str) -> bool:
         """Whether a file in a folder is that of this release."""
         path = folder / name
-        return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self.files.get(name)
+        return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == self.files.get(
+            name
+        )
 
 
 @functools.cache

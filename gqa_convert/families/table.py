@@ -104,7 +104,9 @@ def find_family(model_type: object) -> Family:
         UnsupportedFamilyError: it is unknown, or known not to be convertible.
     """
     if not isinstance(model_type, str) or not model_type:
-        raise UnsupportedFamilyError("config.json names no model_type: name the folder that save_pretrained wrote")
+        raise UnsupportedFamilyError(
+            "config.json names no model_type: name the folder that save_pretrained wrote"
+        )
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if model_type in COMPOSITES:
@@ -112,7 +114,9 @@ def find_family(model_type: object) -> Family:
             f"model type {model_type} wraps a decoder, whose config is needed too: name the folder of the whole checkpoint"
         )
     if model_type in REFUSALS:
-        raise UnsupportedFamilyError(f"model type {model_type} can't be converted: {REFUSALS[model_type]}")
+        raise UnsupportedFamilyError(
+            f"model type {model_type} can't be converted: {REFUSALS[model_type]}"
+        )
     raise UnsupportedFamilyError(
         f"model type {model_type!r} is unknown, none of the {len(FAMILIES)} that can be converted: convert a checkpoint of "
         "another type, or add a record of this one"

@@ -86,26 +86,39 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     digest = hashlib.sha256((readme or "").encode()).hexdigest()
     came_with_source = model.record.written.get(CARD, {}).get("sha256") == digest
     if readme is not None and not is_our_card(readme) and not came_with_source:
-        asked = {"--results": options.results, "--base-model": options.base_model, "--license": options.license}
+        asked = {
+            "--results": options.results,
+            "--base-model": options.base_model,
+            "--license": options.license,
+        }
         for name, value in asked.items():
             if value:
                 raise OptionError(
                     f"{model.folder / CARD} was written or edited by you and stays as it is, so {name} would change nothing: "
                     f"leave it out, or move the file away for a new card"
                 )
-        return readme, [f"{CARD} was written or edited by you and stays as it is; move it away for a new card"]
+        return readme, [
+            f"{CARD} was written or edited by you and stays as it is; move it away for a new card"
+        ]
     stated = stated_by_source(model, readme or "")
     chosen = find_license(stated, options.license)
     warnings = reminders(chosen, options.name)
     if not chosen.inherited and "license" in stated:
-        warnings.append(f"--license {chosen.id} replaces {stated['license']}, which the source's README.md states")
+        warnings.append(
+            f"--license {chosen.id} replaces {stated['license']}, which the source's README.md states"
+        )
     base_id, revision = model.base_model
     if options.base_model not in (None, base_id):
         base_id, revision = options.base_model, None
     if base_id is None:
-        warnings.append("it is not known whether the source is on the Hub: if it is, give --base-model")
+        warnings.append(
+            "it is not known whether the source is on the Hub: if it is, give --base-model"
+        )
     measured, left_out = read_measured(options.results, model)
-    tags = ["gqa-convert", "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"]
+    tags = [
+        "gqa-convert",
+        "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention",
+    ]
     if model.trainings:
         tags.append("uptrained")
     task = _TASKS.get(model.auto_class)
@@ -136,5 +149,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     try:
         body = render(_TEMPLATE, context)
     except UndefinedError as problem:
-        raise PublishError(f"{PROVENANCE} lacks what a card states ({problem}): convert again") from None
+        raise PublishError(
+            f"{PROVENANCE} lacks what a card states ({problem}): convert again"
+        ) from None
     return signed(f"---\n{front}\n---\n", kept, body), [*warnings, *left_out]

@@ -23,7 +23,9 @@ from gqa_convert.merging.methods import COPY
 class ConversionRecord(BaseModel):
     """A conversion and the uptraining runs after it. What a card states and nothing else depends on is plain data."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
+    )
 
     source: JsonObject
     """What was converted: `id`, a folder or Hub id, its commit `revision`, `fingerprint` and `model_type`."""
@@ -117,7 +119,10 @@ class Converted:
     @property
     def needs_remote_code(self) -> bool:
         """Whether it loads only with `trust_remote_code=True`."""
-        return "auto_map" in self.checkpoint.config and self.record.route in ("own file", "checkpoint's own code")
+        return "auto_map" in self.checkpoint.config and self.record.route in (
+            "own file",
+            "checkpoint's own code",
+        )
 
     @property
     def auto_class(self) -> str:
@@ -138,15 +143,21 @@ def open_converted(folder: Path) -> Converted:
     checkpoint = open_checkpoint(folder)
     for name in {PROVENANCE, *checkpoint.sizes} - set(checkpoint.left_behind):
         if leads_out(folder / name, folder):
-            raise PublishError(f"{folder / name} is a link that leads out of the folder: put the file in its place")
+            raise PublishError(
+                f"{folder / name} is a link that leads out of the folder: put the file in its place"
+            )
     records, names = read_records(folder)
     record = records[-1]
     for name in record.written:
         if name.endswith(".py") and name not in checkpoint.sizes:
-            raise PublishError(f"{folder} lacks {name}, which its config.json needs to load: convert again")
+            raise PublishError(
+                f"{folder} lacks {name}, which its config.json needs to load: convert again"
+            )
     for shard in checkpoint.shards:
         if shard.file not in record.written:
-            raise PublishError(f"{folder / shard.file} was written by neither convert nor uptrain: convert again")
+            raise PublishError(
+                f"{folder / shard.file} was written by neither convert nor uptrain: convert again"
+            )
     wanted = {*record.written, PROVENANCE}
     found = sorted(checkpoint.sizes.keys() - {CARD})
     files = [name for name in found if name in wanted or _LICENSE_FILE.fullmatch(name)]
@@ -170,4 +181,6 @@ def _plan_without_change(checkpoint: Checkpoint, record: ConversionRecord) -> Pl
             return plan
     except GroupsError:
         pass
-    raise PublishError(f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again")
+    raise PublishError(
+        f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again"
+    )

@@ -61,8 +61,12 @@ def reminders(of: License, name: str) -> list[str]:
     if of.id in _BUILT_WITH:
         prefix = _BUILT_WITH[of.id][1]
         if not re.sub(r"[_.-]", "", name).lower().startswith(prefix.replace(" ", "").lower()):
-            found.append(f"licence {of.id}: the model's name must begin with {prefix!r}, and {name!r} does not")
-    text = next(text for pattern, text in _TABLES["reminders"].items() if re.fullmatch(pattern, of.id))
+            found.append(
+                f"licence {of.id}: the model's name must begin with {prefix!r}, and {name!r} does not"
+            )
+    text = next(
+        text for pattern, text in _TABLES["reminders"].items() if re.fullmatch(pattern, of.id)
+    )
     if text:
         found.append(f"licence {of.id}: {text}")
     return found

@@ -34,7 +34,11 @@ def render(template: Path, card: object) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        undefined=StrictUndefined, finalize=_plain, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=StrictUndefined,
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     tools = (code, fenced, shell, number, significant, size, heads_text, Markdown)
     environment.filters |= {tool.__name__: tool for tool in tools}
@@ -66,7 +70,9 @@ def shell(command: Sequence[str]) -> str:
 
 def printable(text: str) -> str:
     """The text with every unprintable character escaped: names from files may hold control characters."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def significant(value: float | None, error: float | None = None) -> str:

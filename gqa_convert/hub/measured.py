@@ -60,7 +60,9 @@ def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
                 )
                 found.append(shown)
         if answers:
-            found.append(EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found))
+            found.append(
+                EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found)
+            )
     return found
 
 
@@ -84,7 +86,10 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
         content = file.as_json()
         public = PublicNames(content)
         called = {of_source: "source", own: "this model"}
-        names = {each.model: called.get(each.fingerprint) or public.name(each.model) for each in file.entries()}
+        names = {
+            each.model: called.get(each.fingerprint) or public.name(each.model)
+            for each in file.entries()
+        }
         entries = [each for each in (source, ours) if each is not None]
         stated = {key: content[key] for key in ("command", "data")}
         shown = EvaluationFile.model_validate(content | public.of(stated))

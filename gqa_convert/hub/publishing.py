@@ -80,15 +80,21 @@ def publish(
     try:
         write_whole(path, card.encode())
     except OSError as problem:
-        raise OutputError(f"{path} can't be written ({problem.strerror}): make room, or the folder writable") from None
+        raise OutputError(
+            f"{path} can't be written ({problem.strerror}): make room, or the folder writable"
+        ) from None
     files.append(hash_file(model.folder, CARD, token))
     if model.names.local:
         named = next(iter(model.names.local))
-        warnings.append(f"{PROVENANCE} is published too and names folders of this machine: {named}; the card does not")
+        warnings.append(
+            f"{PROVENANCE} is published too and names folders of this machine: {named}; the card does not"
+        )
     if links := model.checkpoint.files.links_out:
         warnings.append(f"not sent, as links that lead out of the folder: {some(links)}")
     if model.untracked:
-        warnings.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
+        warnings.append(
+            f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}"
+        )
     publication = Publication(
         repo_id=options.repo_id,
         url=options.url,

@@ -37,7 +37,9 @@ class HashedFile:
 
     def is_same(self, remote: "RepoSibling") -> bool:
         """Whether the Hub holds this content."""
-        here, there = (self.sha256, remote.lfs.sha256) if remote.lfs else (self.git_blob, remote.blob_id)
+        here, there = (
+            (self.sha256, remote.lfs.sha256) if remote.lfs else (self.git_blob, remote.blob_id)
+        )
         return bool(here == there)
 
 
@@ -61,7 +63,9 @@ def refuse_token(where: str, content: bytes, token: str | None) -> None:
     PublishError: the content holds an access token of the Hub.
     """
     if _TOKEN.search(content) or (token and token.encode() in content):
-        raise PublishError(f"{where} holds an access token of the Hub: take it out of what was recorded, and revoke it")
+        raise PublishError(
+            f"{where} holds an access token of the Hub: take it out of what was recorded, and revoke it"
+        )
 
 
 def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
@@ -78,7 +82,9 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
         if "sha256" not in written:
             unknown.append(file.path)
         elif is_weight_file(file.path):
-            raise PublishError(f"{model.folder / file.path} has changed since it was written: convert or copy it again")
+            raise PublishError(
+                f"{model.folder / file.path} has changed since it was written: convert or copy it again"
+            )
         else:
             changed.append(file.path)
     warnings = []
@@ -129,7 +135,9 @@ class Repository:
 
         with self._explained("nothing was sent: try again later"):
             try:
-                info = self._api.model_info(self._options.repo_id, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+                info = self._api.model_info(
+                    self._options.repo_id, files_metadata=True, timeout=_TIMEOUT_SECONDS
+                )
             except RepositoryNotFoundError:
                 return self._options.private or None
         if self._options.private and not info.private:
@@ -164,7 +172,9 @@ class Repository:
                 repo_id=repo_id, folder_path=folder, allow_patterns=patterns, commit_message=message
             )
         with self._explained("the files were sent but could not be compared"):
-            info = self._api.model_info(repo_id, revision=commit.oid, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+            info = self._api.model_info(
+                repo_id, revision=commit.oid, files_metadata=True, timeout=_TIMEOUT_SECONDS
+            )
         arrived = {item.rfilename: item for item in info.siblings or []}
         for file in files:
             if file.path not in arrived or not file.is_same(arrived[file.path]):
@@ -181,11 +191,19 @@ class Repository:
         try:
             yield
         except InterruptedRunError:  # raised by a signal, wherever the program is
-            raise InterruptedRunError(f"stopped during a request to {self._options.url}; {advice}") from None
+            raise InterruptedRunError(
+                f"stopped during a request to {self._options.url}; {advice}"
+            ) from None
         except Exception as problem:
-            if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403, 404):
+            if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (
+                401,
+                403,
+                404,
+            ):
                 advice = "log in with `hf auth login` and a token that may write there"
             text = str(problem).replace(self._token, "***")
             # without passwords and signatures in addresses
             text = re.sub(r"(https?://)(?:[^\s/@']*@)?([^\s?']*)(?:\?[^\s']*)?", r"\1\2", text)
-            raise UploadError(f"the Hub refused {self._options.repo_id} ({text}); {advice}") from None
+            raise UploadError(
+                f"the Hub refused {self._options.repo_id} ({text}); {advice}"
+            ) from None

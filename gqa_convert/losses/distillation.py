@@ -124,7 +124,9 @@ def positions_at_once(positions: int) -> int:
     return min(positions, max(_POSITIONS, -(-positions // _PARTS)))
 
 
-def token_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def token_losses(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each position, [n], and its divergence from a teacher, [n], 0 without one; positions with the
     label -100 have losses of 0.
 
@@ -158,7 +160,9 @@ def _compare(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> _Compare
     if count < logits.shape[-1]:
         shared = logits[:, :count].log_softmax(-1, dtype=exact)
     theirs = teacher[:, :count].log_softmax(-1, dtype=exact)
-    least = torch.finfo(exact).min / 2  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
+    least = (
+        torch.finfo(exact).min / 2
+    )  # tokens with probability 0 contribute 0 * (log 0 - log 0) = 0
     terms = theirs.clamp(min=least).sub_(shared.clamp(min=least)).mul_(theirs.exp())
     return _Compared(lm, terms.sum(-1).masked_fill_(labels == IGNORED, 0.0), every, shared, theirs)
 
@@ -183,7 +187,9 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         dtype = states.dtype if weights is None else weights.dtype
         if weights is not None and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        matrix, offset = (None if each is None else each.detach().to(dtype) for each in (weights, bias))
+        matrix, offset = (
+            None if each is None else each.detach().to(dtype) for each in (weights, bias)
+        )
         of_states = None
         if needed[0]:  # given logits are overwritten by their gradient
             of_states = states if weights is None else torch.empty_like(states)
@@ -199,7 +205,9 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
                     theirs = terms.teacher_layer.logits(theirs)
                 inputs = states[part].to(dtype)
                 logits = inputs if matrix is None else linear(inputs, matrix, offset)
-                totals = totals + _evaluate(logits, labels[part], theirs, terms, differentiable=any(needed))
+                totals = totals + _evaluate(
+                    logits, labels[part], theirs, terms, differentiable=any(needed)
+                )
                 if matrix is None:
                     continue
                 if of_states is not None:
@@ -228,7 +236,9 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         return *gradients, None, None, None
 
 
-def _evaluate(logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Terms, *, differentiable: bool) -> Tensor:
+def _evaluate(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None, terms: _Terms, *, differentiable: bool
+) -> Tensor:
     """The sums of the weighted losses, the cross-entropies and the divergences of positions, [3].
 
     Args:

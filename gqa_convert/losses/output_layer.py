@@ -118,7 +118,10 @@ def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float:
         made.append(states.new_tensor(_TRIAL).repeat(states.numel())[: states.numel()])
         return made[-1].view(states.shape)
 
-    few = {name: value[:1] if value.is_floating_point() else value[:1, :_TRIED] for name, value in inputs.items()}
+    few = {
+        name: value[:1] if value.is_floating_point() else value[:1, :_TRIED]
+        for name, value in inputs.items()
+    }
     was_training = model.training
     hook = layer.register_forward_hook(substitute)
     try:

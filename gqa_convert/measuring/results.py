@@ -119,7 +119,10 @@ class EvaluationFile(_Measurement):
         """Those of all models, each once, the reference first."""
         if self.reference is None:
             return self.results
-        return [self.reference, *(each for each in self.results if each.model != self.reference.model)]
+        return [
+            self.reference,
+            *(each for each in self.results if each.model != self.reference.model),
+        ]
 
 
 class TimedCell(_Stored):
@@ -169,7 +172,9 @@ def load_evaluation(path: Path) -> EvaluationFile:
     try:
         return EvaluationFile.model_validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):
-        raise ReportError(f"{path} can't be read as results of evaluate: name a file that evaluate wrote") from None
+        raise ReportError(
+            f"{path} can't be read as results of evaluate: name a file that evaluate wrote"
+        ) from None
 
 
 def write_result(path: Path, value: EvaluationFile) -> None:
@@ -184,8 +189,12 @@ def write_result(path: Path, value: EvaluationFile) -> None:
         write_json(path, value.as_json())
     except OSError as problem:
         if is_disk_full(problem):
-            raise NoSpaceError(f"the disk or quota of {path} is full: free some space, or name another file") from None
-        raise OutputError(f"{path} can't be written ({problem.strerror or problem}): name another file") from None
+            raise NoSpaceError(
+                f"the disk or quota of {path} is full: free some space, or name another file"
+            ) from None
+        raise OutputError(
+            f"{path} can't be written ({problem.strerror or problem}): name another file"
+        ) from None
 
 
 def check_result_path(path: Path) -> None:

@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.measuring.results import BenchmarkFile, EvaluationFile, Found, ModelScores, ScoredText
+from gqa_convert.measuring.results import (
+    BenchmarkFile,
+    EvaluationFile,
+    Found,
+    ModelScores,
+    ScoredText,
+)
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""
@@ -54,7 +60,9 @@ def short_names(entries: Sequence[ModelScores]) -> Names:
     return short
 
 
-def evaluation_tables(results: EvaluationFile, entries: Sequence[ModelScores], names: Names) -> list[Table]:
+def evaluation_tables(
+    results: EvaluationFile, entries: Sequence[ModelScores], names: Names
+) -> list[Table]:
     """The losses of models, and what they answered, as far as both were measured.
 
     Args:
@@ -110,7 +118,10 @@ def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
             row[heading] = figure(part, "found", ".0%")
             if heading == "all":
                 counts |= {"difference": "", "recovery": ""}
-                row |= {"difference": figure(part, "difference", "+.0%"), "recovery": _recovery(part)}
+                row |= {
+                    "difference": figure(part, "difference", "+.0%"),
+                    "recovery": _recovery(part),
+                }
         rows.append(row)
     return rows
 
@@ -131,7 +142,9 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
             to = names.get(each.difference.to, Path(each.difference.to).name)
             found.append(f"{name}: differences are from {to}, paired over the same text")
         if each.scored_nan:
-            found.append(f"{name}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss")
+            found.append(
+                f"{name}: {each.scored_nan:,} of {each.tokens:,} tokens have no finite loss"
+            )
         if each.note:
             found.append(f"{name}: {each.note}")
     return found

@@ -60,7 +60,9 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
     """
     family, config = finder.family, finder.config
     pairs = rotary_pairs(family, config, layer.key_head_dim)
-    if layer.attention_kind != "decoder":  # no family has rotary positions in an encoder or in cross-attention
+    if (
+        layer.attention_kind != "decoder"
+    ):  # no family has rotary positions in an encoder or in cross-attention
         pairs = pairs[:, :0]
     gains = f"{layer.module}.{family.key_norm_name}."  # they tell, because configs often leave out defaults
     is_normed = any(name.startswith(gains) for name in finder.entries)
@@ -71,7 +73,9 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
         key_constraint = key_constraint or _NORMED
     if config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv"):
         key_constraint = value_constraint = _CLIPPED
-    return AbsorptionLimits(pairs, key_constraint, value_constraint, _order_constraint(finder, layer))
+    return AbsorptionLimits(
+        pairs, key_constraint, value_constraint, _order_constraint(finder, layer)
+    )
 
 
 def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | None:

@@ -124,7 +124,9 @@ class LayerLayout:
                     heads.append(layouts.split(before, sections)[1])
                 else:
                     heads.append(rows[section.role][..., without_bias].astype(before.dtype))
-            result[name] = rows_first(layouts.join(heads, layouts.regrouped(sections, groups)), self.transposed)
+            result[name] = rows_first(
+                layouts.join(heads, layouts.regrouped(sections, groups)), self.transposed
+            )
         weight, bias = self.output_names
         columns = merged.outputs.swapaxes(2, 3).astype(tensors[weight].dtype)
         result[weight] = rows_first(columns.reshape(-1, columns.shape[-1]), not self.transposed)
@@ -153,7 +155,11 @@ class LayerLayout:
         for names, head_rows in self._norms:
             gains = np.concatenate([tensors[name] for name in names if name in tensors])
             gains_by_head = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
-            regrouped = regroup_heads(gains_by_head, groups).astype(gains.dtype).reshape(-1, *gains.shape[1:])
+            regrouped = (
+                regroup_heads(gains_by_head, groups)
+                .astype(gains.dtype)
+                .reshape(-1, *gains.shape[1:])
+            )
             result |= zip(names, np.split(regrouped, min(groups, len(names))), strict=False)
         return result
 

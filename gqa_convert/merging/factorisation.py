@@ -78,7 +78,11 @@ def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
 def weigh(channels: Channels, groups: int) -> tuple[Array, Array]:
     """The roots of the heads' weights; and the weighted heads of each group, one behind the other, [..., N, m c, d]."""
     *others, heads, rows, inputs = channels.rows.shape
-    weights = gram(channels.readers, channels.reader_covariance).sum(-3) if channels.weighted else np.eye(rows)
+    weights = (
+        gram(channels.readers, channels.reader_covariance).sum(-3)
+        if channels.weighted
+        else np.eye(rows)
+    )
     roots = root(weights)
     return roots, (roots @ channels.rows).reshape(*others, groups, heads // groups * rows, inputs)
 
@@ -106,4 +110,6 @@ def root(matrix: Array) -> Array:
     """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is below a small bound."""
     values, vectors = np.linalg.eigh(matrix)
     least = _LEAST * np.maximum(values[..., -1:], _LEAST)
-    return np.asarray((vectors * np.sqrt(np.maximum(values, least))[..., None, :]) @ adjoint(vectors))
+    return np.asarray(
+        (vectors * np.sqrt(np.maximum(values, least))[..., None, :]) @ adjoint(vectors)
+    )

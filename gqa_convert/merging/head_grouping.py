@@ -129,7 +129,9 @@ def _swap_heads(losses: Array, labels: Array) -> Array:
     labels = labels.copy()
     while True:
         is_together = labels[:, None] == labels
-        to_group = losses @ is_together  # [h, h]: of each head, to the heads in the group of each other one
+        to_group = (
+            losses @ is_together
+        )  # [h, h]: of each head, to the heads in the group of each other one
         own = np.diag(to_group)
         change = to_group + to_group.T - own[:, None] - own - 2 * losses
         change[is_together] = 0
@@ -167,7 +169,10 @@ def reconstruction_errors(
     repeated = replace(merged, keys=keys, values=regroup_heads(merged.values, source.groups))
     of_scores, of_values = np.zeros(2), np.zeros(2)
     for head in range(source.groups):  # one by one, since complex copies of a whole layer are large
-        before, after = reorder_heads(source, np.array([head])), reorder_heads(repeated, np.array([head]))
+        before, after = (
+            reorder_heads(source, np.array([head])),
+            reorder_heads(repeated, np.array([head])),
+        )
         still, turning = key_channels(before, limits, moments)
         new_still, new_turning = key_channels(after, limits, moments)
         # over all distances, frequencies are orthogonal, and the mean is half the greatest square

@@ -28,7 +28,11 @@ class Moments:
 
 
 def merge_layer(
-    heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments, first_low: int | None = None
+    heads: Heads,
+    groups: int,
+    limits: AbsorptionLimits,
+    moments: Moments,
+    first_low: int | None = None,
 ) -> Heads:
     """Merge contiguous K/V heads into groups. Where no map can be absorbed, heads are averaged.
 
@@ -69,7 +73,9 @@ def value_channels(heads: Heads, moments: Moments) -> Channels:
 
     Without text, directions that are read strongly do not count more: on the models that were tried this lost less.
     """
-    return Channels(heads.values, adjoint(heads.outputs), moments.keys, None, weighted=moments.keys is not None)
+    return Channels(
+        heads.values, adjoint(heads.outputs), moments.keys, None, weighted=moments.keys is not None
+    )
 
 
 def key_channels(
@@ -93,7 +99,12 @@ def key_channels(
         covariance = covariance - total @ total.T / total[-1]
     return (
         Channels(heads.keys[:, still], heads.queries[:, :, still], covariance, moments.queries),
-        Channels(_by_pair(heads.keys, pairs), _by_pair(heads.queries, pairs), moments.keys, moments.queries),
+        Channels(
+            _by_pair(heads.keys, pairs),
+            _by_pair(heads.queries, pairs),
+            moments.keys,
+            moments.queries,
+        ),
     )
 
 
@@ -110,7 +121,9 @@ def _by_row(turning: Array) -> Array:
     return np.concatenate([turning.real, turning.imag], axis=-2)
 
 
-def key_trials(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Callable[[int], Heads]:
+def key_trials(
+    heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments
+) -> Callable[[int], Heads]:
     """Many merges of a layer's keys that begin at different frequencies, at little cost.
 
     A merge sees nothing of the rows but their products. So the rows of a group, and those of a query head, are replaced

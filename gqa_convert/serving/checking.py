@@ -10,7 +10,12 @@ import numpy as np
 from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import CorruptCheckpointError, MissingExtraError, OptionError, SourceNotFoundError
+from gqa_convert.errors import (
+    CorruptCheckpointError,
+    MissingExtraError,
+    OptionError,
+    SourceNotFoundError,
+)
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import (
@@ -60,7 +65,9 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
         check_complete(str(folder), folder, missing, NEEDS_HEAD)
         prompts = make_prompts(model.config.get_text_config().to_dict())
         # the checkpoint's own generation config could stop at a token or penalise repetition
-        model.generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        model.generation_config = GenerationConfig(
+            max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
         tokens, logits = [], []
         for prompt in prompts:
             made = model.generate(torch.tensor([prompt]))
@@ -127,13 +134,20 @@ def check_serving(
     out = local_path(out)
     config = read_config(out)
     if not config:
-        raise SourceNotFoundError(f"{out} holds no config.json that can be read: name the folder of a checkpoint")
+        raise SourceNotFoundError(
+            f"{out} holds no config.json that can be read: name the folder of a checkpoint"
+        )
     check_language_model(str(out), config, NEEDS_HEAD)
     reason = why_unsupported(out, config)
     prompts: TokenIds = []
     clients = []
     for name in names or ENGINES:
-        client: JsonObject = {"client": name, "version": None, "status": UNSUPPORTED, "detail": reason}
+        client: JsonObject = {
+            "client": name,
+            "version": None,
+            "status": UNSUPPORTED,
+            "detail": reason,
+        }
         clients.append(client)
         if reason:
             continue
@@ -149,7 +163,10 @@ def check_serving(
                 context=max(map(len, prompts)) + NEW_TOKENS,
                 run_code=has_our_code(out, config),
                 prompts=prompts,
-                sequences=[prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)],
+                sequences=[
+                    prompt + made[:-1]
+                    for prompt, made in zip(prompts, reference.tokens, strict=True)
+                ],
             )
         outcome = ask(interpreter, ENGINES[name].module, request, minutes * 60)
         client |= {"status": outcome.status, "detail": outcome.detail}
@@ -172,7 +189,11 @@ def why_unsupported(folder: Path, config: JsonObject) -> str:
 
     model_type = str(config.get("model_type"))
     if is_decilm(config):
-        return "" if has_our_code(folder, config) else "its code is not the modelling file that convert writes"
+        return (
+            ""
+            if has_our_code(folder, config)
+            else "its code is not the modelling file that convert writes"
+        )
     is_converted = model_type in FAMILIES and FAMILIES[model_type].is_converted
     if is_converted or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
         return f"{model_type} comes with a modelling file, which only transformers 5 runs"
@@ -213,7 +234,9 @@ def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject
     equal = 0
     if len(found.tokens) != len(prompts):
         problems.append(f"answered {len(found.tokens)} of {len(prompts)} prompts")
-    answers = zip(prompts, reference.tokens, found.tokens, reference.logits, found.logits, strict=False)
+    answers = zip(
+        prompts, reference.tokens, found.tokens, reference.logits, found.logits, strict=False
+    )
     for prompt, ours, theirs, rows, their_rows in answers:
         same = len(commonprefix([ours, theirs]))  # noqa: RUF071 - of lists
         equal += same
@@ -221,7 +244,9 @@ def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject
             token = ours[same]
             tied = np.flatnonzero(rows[same, token] - rows[same] <= allowed)
             if not np.isin(theirs[same : same + 1], tied).any():
-                problems.append(f"prompt of {len(prompt)} tokens: new token {same + 1} is not {token}")
+                problems.append(
+                    f"prompt of {len(prompt)} tokens: new token {same + 1} is not {token}"
+                )
         padded = their_rows[:, : rows.shape[1]]  # engines may pad the vocabulary
         if padded.shape == rows.shape:
             differences.append(np.abs(padded.astype(np.float64) - rows).max())

@@ -58,7 +58,9 @@ def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
     if asked is not None:
         found = shutil.which(local_path(asked)) or shutil.which(asked)
         if found is None:
-            raise MissingExtraError(f"there is no interpreter {asked}: name the one that has the engine with --python")
+            raise MissingExtraError(
+                f"there is no interpreter {asked}: name the one that has the engine with --python"
+            )
         python = os.path.abspath(found)  # noqa: PTH100  # links are kept: they lead out of an environment
     for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"

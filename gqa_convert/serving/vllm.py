@@ -49,11 +49,17 @@ class Adapter:
             rows.append([row[token].logprob for token in range(len(row))])
         return np.array(rows, np.float32)
 
-    def _complete(self, prompts: TokenIds, new_tokens: int, logprobs: int | None = None) -> list[Any]:
+    def _complete(
+        self, prompts: TokenIds, new_tokens: int, logprobs: int | None = None
+    ) -> list[Any]:
         from vllm import SamplingParams
 
         greedy = SamplingParams(
-            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+            temperature=0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
         )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [each.outputs[0] for each in self._engine.generate(given, greedy, use_tqdm=False)]

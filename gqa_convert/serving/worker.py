@@ -22,7 +22,9 @@ from typing import Any
 from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenIds
 
 
-def run(command: Sequence[str], folder: Path, seconds: float = 60.0) -> tuple[int | None, list[str], list[str]]:
+def run(
+    command: Sequence[str], folder: Path, seconds: float = 60.0
+) -> tuple[int | None, list[str], list[str]]:
     """Run a command offline, and kill all its descendants when it ends, when its time is up and when this program is
     stopped. Another interpreter does not get this program's module path.
 

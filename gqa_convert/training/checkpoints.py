@@ -83,7 +83,9 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         """The checkpoints, newest first."""
         # their numbers have six digits or more
-        return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+        return sorted(
+            self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True
+        )
 
     def whole(self, say: Say = lambda _: None) -> list[Progress]:
         """The records of the checkpoints that have one and all files in the sizes that it states, newest first.
@@ -111,7 +113,9 @@ class Checkpoints:
         if records := self.whole(say):
             return records[0]
         if self._all():
-            raise ResumeError(f"every checkpoint in {self.folder} is damaged: remove the folder to start over")
+            raise ResumeError(
+                f"every checkpoint in {self.folder} is damaged: remove the folder to start over"
+            )
         return None
 
     def check_seen(self, record: Progress) -> None:

@@ -39,7 +39,9 @@ UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
 _NF4 = 0.6
 """The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
-GPUS: dict[str, tuple[int, int]] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS: dict[str, tuple[int, int]] = tomllib.loads(
+    Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
+)
 """Dense bfloat16 teraflops and gigabytes of GPUs."""
 
 
@@ -93,7 +95,9 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     known = {name.lower().replace(" ", ""): name for name in GPUS}
     name = known.get(re.sub("[ _-]", "", gpu.lower()))
     if name is None:
-        raise OptionError(f"--hardware names {gpu!r}, which is not known: name one of {', '.join(known)}")
+        raise OptionError(
+            f"--hardware names {gpu!r}, which is not known: name one of {', '.join(known)}"
+        )
     teraflops, gigabytes = GPUS[name]
     recipe = read_recipe(path, overrides)
     shards = number_of_shards(recipe.sharding, gpus)
@@ -170,9 +174,13 @@ def _costs(
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
             learning = recipe.lora.rank * sum(map(sum, adapted))
             count += learning
-            copied = size * sum(columns for _, columns in adapted)  # bytes of the adapters' inputs at a position
+            copied = size * sum(
+                columns for _, columns in adapted
+            )  # bytes of the adapters' inputs at a position
             model.requires_grad_(False)
-            model.get_input_embeddings().requires_grad_(True)  # gradients pass all layers, as those of adapters do
+            model.get_input_embeddings().requires_grad_(
+                True
+            )  # gradients pass all layers, as those of adapters do
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
         outside = _numbers(model.parameters()) - sum(blocks)
         flops, saved = _pass(model, batch, in_bf16)
@@ -193,8 +201,12 @@ def _costs(
             "activations": saved,
             "logits": logits * (size + 8),
         }
-        if shards > 1:  # two layers, what is outside the layers, and the gradients of one layer and of that
-            memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (max(blocks) + outside)
+        if (
+            shards > 1
+        ):  # two layers, what is outside the layers, and the gradients of one layer and of that
+            memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (
+                max(blocks) + outside
+            )
         taught = 0
         if teacher:
             model = _outline(teacher, in_bf16=True)
@@ -217,11 +229,15 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
         write_json(folder / "config.json", checkpoint.config)
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
-            model = model_of_config(folder, torch.bfloat16)  # the only type in which torch knows their products' shapes
+            model = model_of_config(
+                folder, torch.bfloat16
+            )  # the only type in which torch knows their products' shapes
     # an output layer that is stored is one of its own, whatever config.json says of the embeddings
     output = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if module is output and any(stored.endswith(f"{name}.weight") for stored in checkpoint.entries):
+        if module is output and any(
+            stored.endswith(f"{name}.weight") for stored in checkpoint.entries
+        ):
             untie(model, f"{name}.weight")
     turn_dropout_off(model)
     fix_towers(model)
@@ -234,7 +250,11 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items() if name != "labels"}
+    inputs = {
+        name: torch.zeros(rows.shape, dtype=torch.long)
+        for name, rows in batch.items()
+        if name != "labels"
+    }
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Any] = {}
 
@@ -254,7 +274,9 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
 
 
 _UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * prod(q) * k[-2],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
+        4 * prod(q) * k[-2]
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
         8 * prod(q) * k[-2]
     ),

@@ -19,7 +19,9 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.training.checkpoints import StateDict
 
 
-def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject) -> None:
+def export_model(
+    model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject
+) -> None:
     """Write `out` atomically, replacing an earlier one.
 
     Args:
@@ -31,7 +33,9 @@ def export_model(model: Any, state: StateDict, source: Checkpoint, out: Path, re
     """
     with staged_folder(out) as staged:
         folder = staged.path
-        model.save_pretrained(folder, state_dict=_in_source_dtypes(model, state, source), max_shard_size="5GB")
+        model.save_pretrained(
+            folder, state_dict=_in_source_dtypes(model, state, source), max_shard_size="5GB"
+        )
         for path in folder.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()

@@ -29,7 +29,9 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
     if lora is None:
         return
     if importlib.util.find_spec("peft") is None:
-        raise MissingExtraError("lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'")
+        raise MissingExtraError(
+            "lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'"
+        )
     if sharded:
         raise LaunchError(
             "lora trains adapters beside whole weights, and the launch or the recipe asks for FSDP: launch with "
@@ -92,10 +94,14 @@ def target_modules(model: Any) -> list[str]:
 
     inside = modules_of_text(model) - {model.get_output_embeddings()}
     linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module in inside
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module in inside
     ]
     if not linear:
-        raise RecipeError(f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora")
+        raise RecipeError(
+            f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora"
+        )
     return linear
 
 

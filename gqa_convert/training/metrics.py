@@ -115,7 +115,17 @@ class RunSummary(Result):
 
     def provenance(self) -> JsonObject:
         """The entry for the trained model's provenance."""
-        names = ["kind", "created", "command", "machine", "processes", "tokens", "evaluation", "changes", "recipe"]
+        names = [
+            "kind",
+            "created",
+            "command",
+            "machine",
+            "processes",
+            "tokens",
+            "evaluation",
+            "changes",
+            "recipe",
+        ]
         if self.adapters:
             names.append("adapters")
         values = self.as_json()

@@ -42,7 +42,10 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
     # in older transformers it has another name
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
@@ -72,7 +75,12 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
     with explained(str(folder)):
         model, missing = load(folder, dtype, by_first=sharded)
-    check_complete(str(folder), folder, missing, "distillation needs a teacher with a language-model head; name one")
+    check_complete(
+        str(folder),
+        folder,
+        missing,
+        "distillation needs a teacher with a language-model head; name one",
+    )
     return model.requires_grad_(False)
 
 
@@ -107,7 +115,10 @@ def remove_output(model: Any, sample: Batch) -> bool:
 def on_device(batch: Batch, model: Any) -> tuple[dict[str, Tensor], Tensor]:
     """A batch on a model's device: the inputs of its forward pass, and the labels."""
     device = next(model.parameters()).device
-    inputs = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device) for name, array in batch.items()}
+    inputs = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        for name, array in batch.items()
+    }
     return inputs, inputs.pop("labels")
 
 

@@ -17,8 +17,19 @@ from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, RecipeError
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
-from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
-from gqa_convert.families.loading import check_language_model, explained, hears, is_encoder_decoder, load_tokenizer
+from gqa_convert.families.context_length import (
+    SPAN_LENGTH,
+    block_length,
+    stated_count,
+    stated_positions,
+)
+from gqa_convert.families.loading import (
+    check_language_model,
+    explained,
+    hears,
+    is_encoder_decoder,
+    load_tokenizer,
+)
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
 from gqa_convert.training.recipe import Recipe
 
@@ -46,7 +57,9 @@ class Opened(NamedTuple):
     inputs: dict[str, str]
 
 
-def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Say = lambda _: None) -> Opened:
+def open_recipe(
+    recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Say = lambda _: None
+) -> Opened:
     """Read the configs and tokenizers of a recipe's models, and open its texts. The main process finds commits that are
     not known, so that all machines read the same text.
 
@@ -80,7 +93,9 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
             with explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher.local_folder)
         if earlier_record(student) is None:
-            say(f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged")
+            say(
+                f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged"
+            )
     for note in student.notes:
         say(f"{recipe.model}: {note}")
     commits = by_first(lambda: find_commits((*recipe.data, *(recipe.evaluation_data or ())), known))
@@ -91,7 +106,9 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     for is_first in (True, False):
         with together():
             if (rank() == 0) is is_first:
-                samples = open_samples(pinned.data, settings, progress, tokens=most, seed=recipe.seed)
+                samples = open_samples(
+                    pinned.data, settings, progress, tokens=most, seed=recipe.seed
+                )
                 if pinned.evaluation_data:
                     held_out = evaluation_blocks(
                         pinned.evaluation_data, settings, progress, tokens=recipe.evaluation_tokens
@@ -104,7 +121,9 @@ def open_recipe(recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say
     return Opened(pinned, models, commits, samples, held_out, inputs)
 
 
-def check_tokens(models: list[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None) -> None:
+def check_tokens(
+    models: list[Checkpoint], samples: Samples, held_out: EvaluationBlocks | None
+) -> None:
     """Refuse text with tokens that a model has no embedding of.
 
     Raises:
@@ -139,7 +158,9 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     stated = recipe.sequence_length
     context = stated_positions(config)
     if stated and context and stated > context:
-        raise RecipeError(f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it")
+        raise RecipeError(
+            f"sequence_length is {stated} and {recipe.model} has positions for {context}: lower it"
+        )
     length = block_length(config)
     start = None
     if is_encoder_decoder(config):
@@ -166,8 +187,13 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
         if name == recipe.objective or (is_open and held in each.reads):
             return name
     stated = f"data holds {KINDS[held]}" if is_open else f"objective is {recipe.objective}"
-    words = [f"{name}, on {' or '.join(KINDS[read] for read in each.reads)}" for name, each in choices.items()]
-    raise RecipeError(f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}")
+    words = [
+        f"{name}, on {' or '.join(KINDS[read] for read in each.reads)}"
+        for name, each in choices.items()
+    ]
+    raise RecipeError(
+        f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}"
+    )
 
 
 def check_vocabularies(student: Path, teacher: Path) -> None:

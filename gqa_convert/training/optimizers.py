@@ -39,13 +39,18 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer of the parameters with gradients: matrices with weight decay, vectors without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [each for each in trained if each.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {
+            "params": [each for each in trained if each.ndim >= 2],
+            "weight_decay": recipe.weight_decay,
+        },
         {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if recipe.optimizer == "adafactor":
         return Adafactor(groups, lr=recipe.learning_rate)
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
@@ -112,7 +117,9 @@ class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not fo
         step = state.setdefault("step", torch.zeros(())).add_(1)
         new_share = float(step) ** -0.8
         for name, mean in means.items():
-            state.setdefault(name, torch.zeros_like(mean)).mul_(1 - new_share).add_(mean, alpha=new_share)
+            state.setdefault(name, torch.zeros_like(mean)).mul_(1 - new_share).add_(
+                mean, alpha=new_share
+            )
         if parameter.ndim >= 2:
             rows = state["rows"] / _mean(state["rows"], -2)
             update = parameter.grad * rows.rsqrt() * state["columns"].rsqrt()

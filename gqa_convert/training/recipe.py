@@ -39,7 +39,9 @@ from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 
 Sharding = Literal["auto", "replicate", "full"]
-Tracker = Literal["aim", "clearml", "comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Tracker = Literal[
+    "aim", "clearml", "comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
+]
 """Experiment trackers that accelerate supports."""
 
 
@@ -50,7 +52,9 @@ def _check_objective(name: str) -> str:
 
 
 ObjectiveName = Annotated[
-    Text, AfterValidator(_check_objective), WithJsonSchema({"enum": ["auto", *OBJECTIVES], "type": "string"})
+    Text,
+    AfterValidator(_check_objective),
+    WithJsonSchema({"enum": ["auto", *OBJECTIVES], "type": "string"}),
 ]
 
 _declared = declared_in(Path(__file__).with_suffix(".toml"))
@@ -136,7 +140,9 @@ class Recipe:
 
     def steps(self, tokens_per_sample: int | Fraction) -> int:
         """The smallest number of whole steps that covers the budget."""
-        return -(-self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample))
+        return -(
+            -self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample)
+        )
 
     def warmup(self, steps: int) -> int:
         """Warm-up steps of a run with so many steps.
@@ -205,7 +211,11 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
 
 def _mistakes(recipe: Recipe) -> Iterator[str]:
     """Keys that contradict one another."""
-    stated = [name for name in ("tokens", "alpha", "pretraining_tokens") if getattr(recipe, name) is not None]
+    stated = [
+        name
+        for name in ("tokens", "alpha", "pretraining_tokens")
+        if getattr(recipe, name) is not None
+    ]
     if stated not in (["tokens"], ["alpha", "pretraining_tokens"]):
         yield f"the budget is stated by {' and '.join(stated) or 'no key'}: give tokens alone (such as 2B), or alpha with pretraining_tokens"
     elif recipe.budget_tokens < recipe.tokens_per_step:
@@ -269,14 +279,22 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in seen:
-                problem = f"{key!r} is given twice" if isinstance(key, str) else f"a key must be a word, not {key!r}"
+                problem = (
+                    f"{key!r} is given twice"
+                    if isinstance(key, str)
+                    else f"a key must be a word, not {key!r}"
+                )
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"]
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
+)
 
 
 def _load(text: str, where: str) -> Any:
@@ -310,14 +328,18 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     try:
         return make_recipe(values | changes)
     except RecipeError as mistake:
-        raise RecipeError("\n".join(f"{path}: {line}" for line in str(mistake).splitlines())) from None
+        raise RecipeError(
+            "\n".join(f"{path}: {line}" for line in str(mistake).splitlines())
+        ) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
-        raise RecipeError(f"the recipe {path} can't be read ({problem}): give the path of a YAML file") from None
+        raise RecipeError(
+            f"the recipe {path} can't be read ({problem}): give the path of a YAML file"
+        ) from None
     loaded = _load(text + "\n", str(path))
     if not loaded or not isinstance(loaded, dict):
         raise RecipeError(
@@ -334,6 +356,8 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         if not sign:
             raise RecipeError(f"the override {override!r} has no value: write it as key=value")
         if name not in fields_of(Recipe):
-            raise RecipeError(f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}")
+            raise RecipeError(
+                f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}"
+            )
         values[name] = _load(text, f"the override {override!r}")
     return values

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.machine import machine, measurement
@@ -19,7 +23,14 @@ from gqa_convert.processes import Say, by_first, check_agreement, join, rank, st
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
-from gqa_convert.training.metrics import OnStep, RunSummary, StepMetrics, check_trackers, read_metrics, recovery
+from gqa_convert.training.metrics import (
+    OnStep,
+    RunSummary,
+    StepMetrics,
+    check_trackers,
+    read_metrics,
+    recovery,
+)
 from gqa_convert.training.models import load_frozen, load_student, place, remove_output
 from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
@@ -62,7 +73,9 @@ class Run:
         recipe = self.recipe
         self.progress = Progress()
         self.folder = RunFolder(Path(recipe.output))
-        self.accelerator = join(log_with=list(recipe.trackers), project_dir=str(self.folder.trackers))
+        self.accelerator = join(
+            log_with=list(recipe.trackers), project_dir=str(self.folder.trackers)
+        )
         self.say = (lambda _: None) if rank() else self.on_message
         self.sharded = number_of_shards(recipe.sharding, started()) > 1
         self.checkpoints = Checkpoints(self.folder.checkpoints, recipe.keep_checkpoints)
@@ -81,7 +94,12 @@ class Run:
                     sweep(folder.path)  # what a killed run left behind
                     self.checkpoints.sweep()
             check_agreement(
-                {**recipe.resolved(), **machine().versions, "python": None, "whether to shard": self.sharded}
+                {
+                    **recipe.resolved(),
+                    **machine().versions,
+                    "python": None,
+                    "whether to shard": self.sharded,
+                }
             )
             # the others may see the folder as it was a while ago
             finished, self.progress = by_first(self.find_resume_point)
@@ -114,7 +132,9 @@ class Run:
         earlier = make_recipe(known.recipe)
         different = earlier.differences(recipe.pinned(commits), "never")
         if recipe.budget_tokens < earlier.budget_tokens:
-            different.append(f"the budget was {earlier.budget_tokens} tokens and is now {recipe.budget_tokens}")
+            different.append(
+                f"the budget was {earlier.budget_tokens} tokens and is now {recipe.budget_tokens}"
+            )
         if different:
             raise ResumeError(
                 f"{recipe.output} holds a run with another recipe: {'; '.join(different)}; restore these keys to resume it, or name another output"
@@ -139,10 +159,14 @@ class Run:
         if progress.step:
             progress.skipped_in_a_row = 0
             self.say(f"resuming from {self.checkpoints.path(progress.step)}")
-            for change in make_recipe(progress.recipe).differences(self.recipe, "recorded", "budget"):
+            for change in make_recipe(progress.recipe).differences(
+                self.recipe, "recorded", "budget"
+            ):
                 progress.changes.append(f"from step {progress.step + 1}: {change}")
                 self.say(change)
-        self.opened = open_recipe(self.recipe, read_object(self.folder.dataset_commits), self.on_tokenize, self.say)
+        self.opened = open_recipe(
+            self.recipe, read_object(self.folder.dataset_commits), self.on_tokenize, self.say
+        )
         with together():
             for name, known in progress.inputs.items():
                 if self.opened.inputs.get(name, known) != known:
@@ -191,11 +215,15 @@ class Run:
             progress.warmup_steps = self.recipe.warmup(steps)
         recipe = replace(self.recipe, warmup_steps=progress.warmup_steps)
         if progress.step:
-            earlier = replace(make_recipe(progress.recipe), warmup_steps=progress.warmup_steps, learning_rate=1.0)
+            earlier = replace(
+                make_recipe(progress.recipe), warmup_steps=progress.warmup_steps, learning_rate=1.0
+            )
             planned = earlier.steps(tokens)
             if planned < steps:
                 reached = max(progress.step, progress.warmup_steps)
-                progress.highest_share = min(progress.highest_share, learning_rate(earlier, reached, planned))
+                progress.highest_share = min(
+                    progress.highest_share, learning_rate(earlier, reached, planned)
+                )
             if not progress.highest_share:
                 raise ResumeError(
                     f"the learning rate of {recipe.output} has fallen to 0, so that more tokens would change nothing: "
@@ -205,7 +233,9 @@ class Run:
 
     def begin(self) -> None:
         """Write the first files of the run, and evaluate what was not evaluated yet."""
-        by_first(lambda: self.folder.begin(self.recipe, self.opened.dataset_commits, self.progress.step))
+        by_first(
+            lambda: self.folder.begin(self.recipe, self.opened.dataset_commits, self.progress.step)
+        )
         trainer = self.trainer
         progress = self.progress
         held_out = self.opened.held_out
@@ -213,7 +243,9 @@ class Run:
             for name, model in (("start", trainer.model), ("source", trainer.teacher)):
                 if model:
                     loss = progress.evaluations[name] = trainer.evaluate(model, held_out)
-                    self.say(f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token")
+                    self.say(
+                        f"language-model loss on the evaluation data, {name}: {loss:.4f} nats per token"
+                    )
 
     def train(self) -> None:
         """Restore a checkpoint and take the remaining steps; log, evaluate and save between them.
@@ -267,7 +299,9 @@ class Run:
                     done = f"after step {progress.step} of {steps}, which is saved"
                 with together():  # the reason of the first process that has one
                     if names := self.stops.names:
-                        raise StoppedError(f"stopped by {names[0]} {done}: run the same command again to resume")
+                        raise StoppedError(
+                            f"stopped by {names[0]} {done}: run the same command again to resume"
+                        )
 
     def log(self, metrics: StepMetrics) -> None:
         """Log a step on the main process: in the metrics file, for the caller, and in trackers."""
@@ -322,7 +356,9 @@ class Run:
             model=str(self.folder.model),
             steps=progress.step,
             tokens=progress.tokens,
-            alpha=progress.tokens / recipe.pretraining_tokens if recipe.pretraining_tokens else None,
+            alpha=progress.tokens / recipe.pretraining_tokens
+            if recipe.pretraining_tokens
+            else None,
             skipped_steps=progress.skipped,
             changes=progress.changes,
             recipe=self.opened.recipe.resolved(),

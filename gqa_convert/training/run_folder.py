@@ -52,7 +52,13 @@ class RunFolder:
         """
         if self.recipe.exists():
             return
-        for path in (self.checkpoints, self.model, self.metrics, self.summary, self.path / "config.json"):
+        for path in (
+            self.checkpoints,
+            self.model,
+            self.metrics,
+            self.summary,
+            self.path / "config.json",
+        ):
             if os.path.lexists(path):
                 raise OutputError(
                     f"{path} exists and was not written by a run of this program: name another output, or move it away"
@@ -99,7 +105,9 @@ class RunFolder:
         if commits:
             write_json(self.dataset_commits, commits)
         self.summary.unlink(missing_ok=True)
-        kept = [json.dumps(line) + "\n" for line in read_metrics(self.metrics) if line["step"] <= step]
+        kept = [
+            json.dumps(line) + "\n" for line in read_metrics(self.metrics) if line["step"] <= step
+        ]
         write_whole(self.metrics, "".join(kept).encode())
 
     def finished(self) -> RunSummary | None:

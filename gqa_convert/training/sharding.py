@@ -35,7 +35,9 @@ def number_of_shards(sharding: Sharding, processes: int) -> int:
     return 1
 
 
-def load(folder: Path, dtype: Any, *, by_first: bool = False, **options: Any) -> tuple[Any, list[str]]:
+def load(
+    folder: Path, dtype: Any, *, by_first: bool = False, **options: Any
+) -> tuple[Any, list[str]]:
     """Load a model as `loading.load_model` does.
 
     Args:
@@ -87,7 +89,9 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
             f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately ({len(apart)} in all): launch with "
             "recipes/accelerate/multi_gpu.yaml"
         )
-    set_model_state_dict(model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     for buffer in model.buffers():  # buffers that no checkpoint holds are not in the state
         torch.distributed.broadcast(buffer, src=0)
     return model
@@ -99,7 +103,9 @@ def _of_other_dtypes(layer: Any) -> list[Any]:
     """
     first = next(layer.parameters()).dtype
     return [
-        module for module in layer.modules() if any(each.dtype != first for each in module.parameters(recurse=False))
+        module
+        for module in layer.modules()
+        if any(each.dtype != first for each in module.parameters(recurse=False))
     ]
 
 

@@ -26,7 +26,9 @@ class StopRequests:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
-        if threading.current_thread() is threading.main_thread():  # only the main thread can have handlers
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only the main thread can have handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                     self._before[number] = signal.signal(number, self._note)
@@ -35,7 +37,11 @@ class StopRequests:
     def __exit__(self, _: Any, error: Any, __: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._stopped and isinstance(error, Exception) and not isinstance(error, GQAConvertError):
+        if (
+            self._stopped
+            and isinstance(error, Exception)
+            and not isinstance(error, GQAConvertError)
+        ):
             raise self._stopped from None  # the interrupted code, such as an import, has replaced the exception
 
     @contextmanager

@@ -69,7 +69,9 @@ def tokenize_recipe(
         opened = open_recipe(recipe, {}, on_tokenize)
     except InterruptedRunError as stopped:
         reason = str(stopped).split(":")[0]
-        raise StoppedError(f"{reason}: what is ready is kept, run the same command again to resume") from None
+        raise StoppedError(
+            f"{reason}: what is ready is kept, run the same command again to resume"
+        ) from None
     samples = opened.samples
     sources = tuple(
         TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete)

@@ -57,7 +57,9 @@ class Trainer:
         self.samples_per_step = self.recipe.samples_per_step(tokens_per_sample)
         self.tokens_per_step = self.samples_per_step * tokens_per_sample
         self._weight = self.recipe.distillation_weight or 0.0
-        self._trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._trained = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         self._autocast = self.recipe.precision == "bf16" and not isinstance(self.model, FSDPModule)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
@@ -93,7 +95,10 @@ class Trainer:
         """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
         progress = self.progress
         torch.manual_seed(mix(self.recipe.seed, step, rank()))  # dropout of adapters
-        rate = min(learning_rate(self.recipe, step, self.steps), progress.highest_share * self.recipe.learning_rate)
+        rate = min(
+            learning_rate(self.recipe, step, self.steps),
+            progress.highest_share * self.recipe.learning_rate,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
@@ -112,7 +117,9 @@ class Trainer:
         total, lm, kl = (value / count for value in summed(parts.tolist()))
         finite = isfinite(total) and isfinite(norm)
         if finite:
-            for parameter in self._trained:  # one that nothing used too, so that its moments exist from the start
+            for parameter in (
+                self._trained
+            ):  # one that nothing used too, so that its moments exist from the start
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
@@ -132,7 +139,9 @@ class Trainer:
             skipped=not finite,
         )
 
-    def loss(self, model: Any, batch: Batch, weight: float = 0.0, z_loss: float = 0.0) -> CombinedLoss:
+    def loss(
+        self, model: Any, batch: Batch, weight: float = 0.0, z_loss: float = 0.0
+    ) -> CombinedLoss:
         """The loss of a batch, summed over its tokens, by what the models return: logits, or states if their output
         layers were removed.
         """

@@ -71,5 +71,7 @@ def uptrain_checkpoint(
             raise out_of_memory() from None
         file = getattr(problem, "filename", None)
         if file and Path(str(file)).absolute().is_relative_to(output.absolute()):
-            raise OutputError(f"{output} can't be used ({problem}): name a writable folder") from None
+            raise OutputError(
+                f"{output} can't be used ({problem}): name a writable folder"
+            ) from None
         raise

@@ -30,7 +30,9 @@ def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:
         Failure: they differ.
     """
     for key in sorted(found.keys() | expected.keys()):
-        stated, wanted = (in_json(each[key]) if key in each else "nothing" for each in (found, expected))
+        stated, wanted = (
+            in_json(each[key]) if key in each else "nothing" for each in (found, expected)
+        )
         if stated != wanted:
             raise Failure(f"{where} states {key} = {stated}, expected {wanted}")
 
@@ -41,7 +43,9 @@ def check_config(result: Result) -> str:
     """
     config, expected = result.inputs.out_config, _expected_config(result)
     release = release_of(result.inputs.out, result.modeling) if result.modeling else None
-    stated = release.transformers if release else config.get(TESTED_KEY)  # another check fails without a release
+    stated = (
+        release.transformers if release else config.get(TESTED_KEY)
+    )  # another check fails without a release
     if stated is not None:
         expected[TESTED_KEY] = stated
     compare_json(CONFIG, config, expected)
@@ -101,7 +105,11 @@ def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
 def _auto_map(config: JsonObject, *, models: bool) -> JsonObject:
     """The entries of a config's `auto_map` for configs and models, or those for other classes."""
     entries = config.get("auto_map") or {}
-    return {auto: code for auto, code in entries.items() if auto.startswith(("AutoConfig", "AutoModel")) == models}
+    return {
+        auto: code
+        for auto, code in entries.items()
+        if auto.startswith(("AutoConfig", "AutoModel")) == models
+    }
 
 
 def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
@@ -112,11 +120,17 @@ def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
     if release is None:
         unknown = [file.name for file in modeling.files if not is_released(inputs.out, file.name)]
         if unknown:
-            raise Failure(f"{unknown[0]} differs from the file of every release: its code is not executed")
+            raise Failure(
+                f"{unknown[0]} differs from the file of every release: its code is not executed"
+            )
         raise Failure(f"the modelling files are of different releases: {_REFRESH}")
-    compare_json(f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map)
+    compare_json(
+        f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map
+    )
     names = " and ".join(file.name for file in modeling.files)
-    return f"{names} of this release" if release.is_current else f"{names}, {release.name}: {_REFRESH}"
+    return (
+        f"{names} of this release" if release.is_current else f"{names}, {release.name}: {_REFRESH}"
+    )
 
 
 def check_provenance(result: Result) -> str:
@@ -146,7 +160,9 @@ def check_provenance(result: Result) -> str:
     compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)
     text = claims.get("calibration")
     was_read = text is not None and text["tokens"] > 0
-    if was_read != result.has_text or (result.method != FACTORED and was_read != (result.method == FITTED)):
+    if was_read != result.has_text or (
+        result.method != FACTORED and was_read != (result.method == FITTED)
+    ):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
     origin = claims["source"]
     source = inputs.original

@@ -20,8 +20,28 @@ from gqa_convert.verify.weights import CONFIG, INDEX, PROVENANCE, Weights
 
 _WEIGHTS = (
     *("*.safetensors", "*.safetensors.index.json", "*.safetensors.index.*.json"),
-    *("*.bin", "*.bin.index.json", "*.bin.index.*.json", "*.pt", "*.pth", "*.ckpt", "*.ckpt.*", "*.h5", "*.msgpack"),
-    *("*.gguf", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.distcp", "*.npz", "*.nemo", "*.mlmodel"),
+    *(
+        "*.bin",
+        "*.bin.index.json",
+        "*.bin.index.*.json",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.ckpt.*",
+        "*.h5",
+        "*.msgpack",
+    ),
+    *(
+        "*.gguf",
+        "*.onnx",
+        "*.onnx_data",
+        "*.ot",
+        "*.tflite",
+        "*.distcp",
+        "*.npz",
+        "*.nemo",
+        "*.mlmodel",
+    ),
 )
 _FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
 """Folders in which a checkpoint holds the same weights in another format."""
@@ -38,7 +58,9 @@ def open_result(folder: Path) -> tuple[Weights, str]:
         raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
     for name in _list_files(folder):
         if _is_weights(name) and name not in (*out.files, out.chosen):
-            raise Failure(f"{name} lies beside the weights in {out.chosen}: software may load it instead")
+            raise Failure(
+                f"{name} lies beside the weights in {out.chosen}: software may load it instead"
+            )
     if out.weight_map is not None:
         compare_json(INDEX, out.weight_map, out.file_of)
     size = sum((folder / file).stat().st_size for file in out.files)
@@ -68,7 +90,9 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
     for name in sorted(theirs):
         same = filecmp.cmp(out / name, source / name, shallow=False)
-        if not same and not (name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)):
+        if not same and not (
+            name == "tokenizer_config.json" and _is_renamed_tokenizer(out / name, source / name)
+        ):
             raise Failure(f"{name} differs from SOURCE's")
     return f"{len(theirs)} file(s), byte for byte"
 
@@ -90,7 +114,9 @@ def check_hashes(inputs: Inputs, result: Result | None) -> str:
             raise Failure(f"{PROVENANCE} has no hash of {name}")
         found = hash_file(out / name)["sha256"]
         if found != stated[name]:
-            raise Failure(f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written")
+            raise Failure(
+                f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was written"
+            )
     return f"{len(stated)} weight file(s) as they were written"
 
 
@@ -98,7 +124,9 @@ def _list_files(folder: Path) -> Iterator[str]:
     """The paths of all files relative to the folder, except hidden files and Python's caches."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
+        if path.is_file() and not any(
+            part.startswith(".") or part == "__pycache__" for part in name.parts
+        ):
             yield name.as_posix()
 
 
@@ -123,4 +151,6 @@ def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
     """
     original = read_object(theirs)
     renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return original.get("tokenizer_class") == "TokenizersBackend" and in_json(read_object(ours)) == in_json(renamed)
+    return original.get("tokenizer_class") == "TokenizersBackend" and in_json(
+        read_object(ours)
+    ) == in_json(renamed)

@@ -101,7 +101,11 @@ class Geometry:
         modules = []
         for name in source:
             module = name.removesuffix(projection)
-            if module == name or not _is_called(module, family.attention) or not family.owns(module):
+            if (
+                module == name
+                or not _is_called(module, family.attention)
+                or not family.owns(module)
+            ):
                 continue
             kind: Kind = "cross" if _is_called(module, family.cross_attention) else "decoder"
             if family.encoder in module.split("."):
@@ -115,7 +119,9 @@ class Geometry:
             )
         self.modules = modules
         self.kinds = Counter(module.kind for module in modules)
-        self.decoder = sorted(decoder, key=lambda module: int(next(filter(str.isdigit, module.name.split(".")))))
+        self.decoder = sorted(
+            decoder, key=lambda module: int(next(filter(str.isdigit, module.name.split("."))))
+        )
         self.counts = [module.after for module in self.decoder]
         self.groups = self.counts if len(set(self.counts)) > 1 else self.counts[0]
         self.changed = [module for module in modules if module.before != module.after]
@@ -123,7 +129,9 @@ class Geometry:
 
     def describe(self) -> str:
         """Heads and layers in one line."""
-        modules = ", ".join(f"{count} modules of {kind} attention" for kind, count in self.kinds.items())
+        modules = ", ".join(
+            f"{count} modules of {kind} attention" for kind, count in self.kinds.items()
+        )
         before = heads_text([module.before for module in self.decoder])
         return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
 
@@ -171,7 +179,9 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
     }
     blocks = {family.query: module.heads}  # a head's gate follows its queries
     if family.fused:
-        parts[family.fused] = ("key", "value") if module.kind == "cross" else ("query", "key", "value")
+        parts[family.fused] = (
+            ("key", "value") if module.kind == "cross" else ("query", "key", "value")
+        )
         if family.fused_layout == "grouped" and module.kind != "cross":
             blocks[family.fused] = module.before
     if family.key_norm not in ("none", "shared"):
@@ -191,7 +201,9 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
             shape = source[names[0]].shape
             is_turned = family.transposed != (part == family.output)
             axis = 1 if is_turned and len(shape) == 2 else 0
-            counts, counts_after = ({role: kv.get(role, module.heads) for role in roles} for kv in (before, after))
+            counts, counts_after = (
+                {role: kv.get(role, module.heads) for role in roles} for kv in (before, after)
+            )
             width = len(names) * shape[axis] // sum(counts.values())
             rows = rows_after = _rows(counts, width, blocks.get(part, 1))
             if counts != counts_after:
@@ -206,5 +218,9 @@ def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:
     The rows are derived as the models derive them: by reshaping a row of numbers.
     """
     shares = [count // blocks for count in counts.values()]
-    parts = torch.arange(blocks * sum(shares) * width).reshape(blocks, sum(shares), width).split(shares, 1)
+    parts = (
+        torch.arange(blocks * sum(shares) * width)
+        .reshape(blocks, sum(shares), width)
+        .split(shares, 1)
+    )
     return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}

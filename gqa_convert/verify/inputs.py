@@ -61,7 +61,10 @@ class Inputs:
         which its config has, or the family's.
         """
         stated = self.out_config.get("model_type")
-        return next((form for form in self.family.layerwise if form.model_type == stated), self.family.modeling)
+        return next(
+            (form for form in self.family.layerwise if form.model_type == stated),
+            self.family.modeling,
+        )
 
     @property
     def has_class(self) -> bool:
@@ -94,7 +97,9 @@ def read_inputs(
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     claims, out_config = read_object(out / PROVENANCE), read_config(out)
-    if not (out / PROVENANCE).exists() and not (out_config and any((out / name).exists() for name in PREFERENCE)):
+    if not (out / PROVENANCE).exists() and not (
+        out_config and any((out / name).exists() for name in PREFERENCE)
+    ):
         raise SourceNotFoundError(f"{out} holds no checkpoint: name the folder that convert wrote")
     checkpoint = converted = _open_origin(out, claims.get("source"), source, revision)
     with ExitStack() as stack:
@@ -110,10 +115,14 @@ def read_inputs(
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
         dtypes = {name: _TORCH[dtype] for name, dtype in converted.result_dtypes.items()}
-        yield Inputs(out, out_config, claims, weights, converted.config, dtypes, family, original, checkpoint)
+        yield Inputs(
+            out, out_config, claims, weights, converted.config, dtypes, family, original, checkpoint
+        )
 
 
-def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: str | None) -> Checkpoint:
+def _open_origin(
+    out: Path, recorded: Any, source: str | Path | None, revision: str | None
+) -> Checkpoint:
     """Open SOURCE, which must be what OUT was made from.
 
     Args:
@@ -130,7 +139,9 @@ def _open_origin(out: Path, recorded: Any, source: str | Path | None, revision: 
         source, revision = stated.get("id"), revision or stated.get("revision")
         if not source or (not revision and not local_path(source).is_dir()):
             named = f"names {source}, which is not here" if source else "names no source"
-            raise SourceNotFoundError(f"the record in {out} {named}: name what it was made from with --source")
+            raise SourceNotFoundError(
+                f"the record in {out} {named}: name what it was made from with --source"
+            )
     checkpoint = open_checkpoint(source, revision=revision, download=True)
     known = str(stated.get("fingerprint"))
     if known.startswith(SCHEME) and known != fingerprint(checkpoint):

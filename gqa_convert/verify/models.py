@@ -106,7 +106,9 @@ class ModelChecks:
         """No module of OUT is far worse than with mean pooling, on SOURCE's own inputs: how far its outputs are from
         SOURCE's, relative to these.
         """
-        names = {self.source.get_submodule(module.name): module.name for module in self.geometry.merged}
+        names = {
+            self.source.get_submodule(module.name): module.name for module in self.geometry.merged
+        }
         errors: dict[str, list[float]] = {}
 
         def compare(module: Any, args: Any, options: Any, output: Any) -> None:
@@ -115,7 +117,9 @@ class ModelChecks:
             for parameters in (self.repeated, self.pooled):
                 with replaced(self.source, parameters):
                     lost = _states(module.forward(*args, **options)) - expected
-                found.append(float((lost.norm() / expected.norm().clamp(min=1e-30)).nan_to_num(torch.inf)))
+                found.append(
+                    float((lost.norm() / expected.norm().clamp(min=1e-30)).nan_to_num(torch.inf))
+                )
             # a module that runs several times has its largest errors
             errors[names[module]] = max(errors.get(names[module], []), found)
 
@@ -125,7 +129,9 @@ class ModelChecks:
         finally:
             for handle in handles:
                 handle.remove()
-        worst, name = max((ours / max(mean, NEGLIGIBLE), name) for name, (ours, mean) in errors.items())
+        worst, name = max(
+            (ours / max(mean, NEGLIGIBLE), name) for name, (ours, mean) in errors.items()
+        )
         detail = f"{worst:.2f} times mean pooling's error in {name}"
         if not worst <= MODULE_LIMIT:
             raise Failure(f"{detail}, more than {MODULE_LIMIT} times")
@@ -145,7 +151,9 @@ class ModelChecks:
         geometry = self.result.geometry
         counts = {"self": geometry.counts}
         if geometry.kinds["cross"] and not self.inputs.family.reads_images_alone:
-            counts["cross"] = [module.after for module in geometry.modules if module.kind == "cross"]
+            counts["cross"] = [
+                module.after for module in geometry.modules if module.kind == "cross"
+            ]
         found = []
         for kind, by_layer in counts.items():
             ours, theirs = (caches.get(kind, []) for caches in (self.caches, self.source_caches))
@@ -158,7 +166,9 @@ class ModelChecks:
             if not ours or ours != wanted:
                 raise Failure(f"{kind}-attention caches shapes {ours}, expected {wanted}")
             span = heads_text([keys[1] for keys, _ in ours])
-            found.append(f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE")
+            found.append(
+                f"{span} heads in each of {len(ours)} layers of {kind}-attention, {theirs[0][0][1]} in SOURCE"
+            )
         return "; ".join(found)
 
     def _judge(self, ours: Tensor | str, theirs: Tensor | str, what: str) -> str:
@@ -178,7 +188,9 @@ class ModelChecks:
         return f"{words}: {what}"
 
 
-def check_models(report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress) -> None:
+def check_models(
+    report: VerificationReport, inputs: Inputs, result: Result | None, progress: Progress
+) -> None:
     """Load and run OUT, then SOURCE, and compare what they compute.
 
     Args:
@@ -194,9 +206,7 @@ def check_models(report: VerificationReport, inputs: Inputs, result: Result | No
     if inputs.out_config.get("model_type") != inputs.named.config.get("model_type"):
         report.check("tokenizer", check_tokenizer, inputs)
     if result is None:
-        detail = (
-            "not run: OUT's files or heads did not pass their checks, and code other than the package's is not executed"
-        )
+        detail = "not run: OUT's files or heads did not pass their checks, and code other than the package's is not executed"
         report.checks.append(Check("loads", False, detail))
         return
     checks = ModelChecks(result)
@@ -212,7 +222,9 @@ def check_models(report: VerificationReport, inputs: Inputs, result: Result | No
         report.check("module outputs", checks.module_outputs)
     report.check("logits", checks.same_outputs)
     report.check("cache heads", checks.cache_heads)
-    report.check("cached decoding", checks.same, "steps", f"{STEPS} steps on the cache of a prefill")
+    report.check(
+        "cached decoding", checks.same, "steps", f"{STEPS} steps on the cache of a prefill"
+    )
     report.check("eager attention", checks.same, "eager", "eager attention in both models")
     progress("logits", 3, 3)
     if inputs.original is not inputs.source:
@@ -233,7 +245,9 @@ def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
     with tempfile.TemporaryDirectory() as root:
         loaded = folder
         if code is not None:
-            loaded = Path(root) / "gqa_checkpoint"  # a constant name: transformers keeps a copy of the code under it
+            loaded = (
+                Path(root) / "gqa_checkpoint"
+            )  # a constant name: transformers keeps a copy of the code under it
             loaded.mkdir()
             for path in folder.iterdir():  # none of the other code beside the modelling files
                 if path.is_file() and path.suffix != ".py":
@@ -245,7 +259,9 @@ def load_model(folder: Path, dtype: Any, code: Modeling | None = None) -> Any:
         except Exception as problem:
             raise Failure(f"transformers cannot load {folder} ({first_line(problem)})") from None
     if missing:
-        raise Failure(f"transformers finds no fitting tensor for {min(missing)} in {folder} ({len(missing)} missing)")
+        raise Failure(
+            f"transformers finds no fitting tensor for {min(missing)} in {folder} ({len(missing)} missing)"
+        )
     return model
 
 
@@ -258,7 +274,9 @@ def attention_parameters(model: Any, family: Family) -> Tensors:
     }
 
 
-def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, folds: bool) -> Tensors:
+def repeated_heads(
+    geometry: Geometry, source: Tensors, out: Tensors | None, *, folds: bool
+) -> Tensors:
     """SOURCE's parameters with other heads, each K/V head repeated for its group.
 
     Args:
@@ -273,7 +291,9 @@ def repeated_heads(geometry: Geometry, source: Tensors, out: Tensors | None, *, 
             heads = before.read(source) if out is None else after.read(out)
             for role in list(heads):
                 if role in MERGED:
-                    means = heads[role].unflatten(0, (module.after, -1)).mean(1)  # of OUT, each of one head
+                    means = (
+                        heads[role].unflatten(0, (module.after, -1)).mean(1)
+                    )  # of OUT, each of one head
                     heads[role] = means.repeat_interleave(module.before // module.after, 0)
                 elif not folds:
                     del heads[role]
@@ -298,7 +318,9 @@ def replaced(model: Any, parameters: Tensors) -> Iterator[None]:
 
 def divergence(source: Tensor, other: Tensor) -> float:
     """KL(source || other) of two sets of logits [rows, length, vocabulary], in nats per token."""
-    expected, found = (torch.log_softmax(logits.double().flatten(0, 1), -1) for logits in (source, other))
+    expected, found = (
+        torch.log_softmax(logits.double().flatten(0, 1), -1) for logits in (source, other)
+    )
     return float(kl_div(found, expected, reduction="batchmean", log_target=True))
 
 

@@ -41,13 +41,17 @@ class Probe:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
         self._pairs = bool(config.is_encoder_decoder)
-        self._ids = self._tokens(config, _LENGTH, getattr(config, "decoder_vocab_size", None) or config.vocab_size)
+        self._ids = self._tokens(
+            config, _LENGTH, getattr(config, "decoder_vocab_size", None) or config.vocab_size
+        )
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
         if self._pairs and model.main_input_name == "input_features":
-            self._memory["input_features"] = self._noise(model, config.num_mel_bins, 2 * config.max_source_positions)
+            self._memory["input_features"] = self._noise(
+                model, config.num_mel_bins, 2 * config.max_source_positions
+            )
         elif self._pairs:
             self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
         elif cross:
@@ -98,7 +102,9 @@ class Probe:
         """The distance of two outputs, relative to the standard deviation of the second; infinite if it is not finite."""
         if ours.shape != theirs.shape:
             return math.inf
-        distance = (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
+        distance = (
+            (ours - theirs).abs().max() if self._exact else (ours - theirs).square().mean().sqrt()
+        )
         return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
 
     def _decode(self, model: Any) -> tuple[Tensor | str, Caches]:
@@ -124,12 +130,17 @@ class Probe:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
                 self._forward(model, prompt, memory, use_cache=True, **{name: cache})
             caches = _cached_shapes(cache)
-            parts = [self._forward(model, step, memory, use_cache=True, **{name: cache})[0] for step in steps]
+            parts = [
+                self._forward(model, step, memory, use_cache=True, **{name: cache})[0]
+                for step in steps
+            ]
             return torch.cat(parts, dim=1), caches
         except Exception as problem:
             return first_line(problem), caches
 
-    def _forward(self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
+    def _forward(
+        self, model: Any, ids: Tensor, memory: dict[str, Any], **options: Any
+    ) -> tuple[Tensor, Any]:
         """The outputs, and the cache, which later steps update in place."""
         options["decoder_input_ids" if self._pairs else "input_ids"] = ids
         with torch.no_grad():

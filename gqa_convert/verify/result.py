@@ -63,12 +63,18 @@ class Result:
         names = run or merged  # as in the converter, where the names of layers tell nothing
         found: dict[str, set[Role]] = {name: set() for name in merged}
         if self.method == FITTED:
-            return found | {name: {"query", "key", "value", "output", "output_bias"} for name in names}
-        is_clipped = config_value(config, "clip_qkv") or config_value(config, "attn_config.clip_qkv")
+            return found | {
+                name: {"query", "key", "value", "output", "output_bias"} for name in names
+            }
+        is_clipped = config_value(config, "clip_qkv") or config_value(
+            config, "attn_config.clip_qkv"
+        )
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
         for name in names:
             gains = f"{name}.{family.key_norm_name}."
-            has_gains = family.key_norm != "none" and any(each.startswith(gains) for each in self.inputs.source.tensors)
+            has_gains = family.key_norm != "none" and any(
+                each.startswith(gains) for each in self.inputs.source.tensors
+            )
             if not (is_clipped or is_normed or has_gains or family.key_constraint):
                 found[name] |= {"query", "key"}
             if not (is_clipped or family.value_constraint):

@@ -56,7 +56,11 @@ def verify_checkpoint(
             report.check("provenance", check_provenance, result)
         modeling = result.modeling if result else inputs.modeling
         runnable = result
-        if result and modeling and not report.check("modelling file", check_modelling_file, inputs, modeling):
+        if (
+            result
+            and modeling
+            and not report.check("modelling file", check_modelling_file, inputs, modeling)
+        ):
             runnable = None
         report.check("copied files", check_copied, inputs, modeling)
         if inputs.claims:

@@ -50,11 +50,15 @@ class TensorChecks:
 
     def names(self) -> str:
         """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its files SOURCE's metadata."""
-        dropped = {name for before, after, _ in self._touched for name in before.names[len(after.names) :]}
+        dropped = {
+            name for before, after, _ in self._touched for name in before.names[len(after.names) :]
+        }
         expected = self._source.keys() - dropped
         found = self._out.keys()
         if expected != found:
-            raise Failure(f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}")
+            raise Failure(
+                f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}"
+            )
         metadata = {"format": "pt"} | self._result.inputs.original.metadata
         compare_json("the metadata of the weight files", self._result.weights.metadata, metadata)
         return f"{len(expected)} tensors"
@@ -81,14 +85,18 @@ class TensorChecks:
         for before, after, foldable in self._touched:
             for name in after.names:
                 shape = list(self._source[name].shape)
-                shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(after.names)
+                shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(
+                    after.names
+                )
                 self._check_header(name, shape)
             theirs = before.read(self._source)
             for role, ours in after.read(self._out).items():
                 if role in foldable:
                     problem = "" if ours.isfinite().all() else "NaN or Inf"
                 else:
-                    problem = "" if self._is_merge(theirs[role], ours) else "other numbers than it must"
+                    problem = (
+                        "" if self._is_merge(theirs[role], ours) else "other numbers than it must"
+                    )
                 if problem:
                     raise Failure(f"{after.names[0]} has {problem} in a {role} head")
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
@@ -102,7 +110,9 @@ class TensorChecks:
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
         if tensor.dtype != dtype or list(tensor.shape) != shape:
-            raise Failure(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}")
+            raise Failure(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}"
+            )
 
     def _is_merge(self, theirs: Tensor, ours: Tensor) -> bool:
         """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values are means because they
@@ -116,7 +126,10 @@ class TensorChecks:
         if self._result.folds:
             mean = groups.double().mean(1)
             # with a text, it was rounded to float32 first
-            rounding = half_units(mean, ours.dtype) + (1e-7 if self._result.has_text else 1e-12) * mean.abs()
+            rounding = (
+                half_units(mean, ours.dtype)
+                + (1e-7 if self._result.has_text else 1e-12) * mean.abs()
+            )
             return bool(((ours.double() - mean).abs() <= rounding).all())
         total = groups[:, 0].to(torch.float32 if ours.itemsize == 2 else torch.float64, copy=True)
         for head in range(1, size):
@@ -149,7 +162,11 @@ def check_spans(result: Result) -> str:
         for role in sorted(result.foldable[module.name].intersection(_ROLES)):
             heads = ours[role]
             # source heads by the K/V head that they belong to, in the order in which these were merged
-            made_from = theirs[role].unflatten(0, (len(order), -1))[order].reshape(len(heads), -1, heads.shape[2])
+            made_from = (
+                theirs[role]
+                .unflatten(0, (len(order), -1))[order]
+                .reshape(len(heads), -1, heads.shape[2])
+            )
             rounding = 2 * half_units(heads, dtype).norm(dim=(1, 2))
             sizes, source_sizes = heads.norm(dim=(1, 2)), made_from.norm(dim=(1, 2))
             wrong = (sizes == 0) & (source_sizes > 0)
@@ -160,7 +177,9 @@ def check_spans(result: Result) -> str:
             if role != "output" or not is_trained:
                 distances = _distances(heads, made_from)
                 own = distances.diag()
-                wrong |= (own > rounding + share * sizes) | (own > rounding + _NEARER * distances.amin(0))
+                wrong |= (own > rounding + share * sizes) | (
+                    own > rounding + _NEARER * distances.amin(0)
+                )
                 worst = max(worst, float((own / sizes.clamp(min=1e-30)).max()))
             if wrong.any():
                 head = int(wrong.int().argmax())
@@ -175,7 +194,9 @@ def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
     count, rows, inputs = heads.shape
     if made_from.shape[1] >= inputs:  # they span the whole space
         return heads.new_zeros(count, count)
-    random = torch.randn(count, _MIXTURES, rows, generator=torch.Generator().manual_seed(0), dtype=heads.dtype)
+    random = torch.randn(
+        count, _MIXTURES, rows, generator=torch.Generator().manual_seed(0), dtype=heads.dtype
+    )
     mixtures = (random @ heads).flatten(0, 1)
     inside = (mixtures @ torch.linalg.qr(made_from.mT).Q).square().sum(2)
     squares = (mixtures.square().sum(1) - inside).unflatten(1, (count, -1)).mean(2)

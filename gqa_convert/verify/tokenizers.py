@@ -11,7 +11,15 @@ from gqa_convert.verify.weights import JsonObject
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
 _FIRST = 1000
 """Token ids that are decoded."""
-_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "merges.txt", "*.model", "*.spm", "*.tiktoken")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+)
 
 
 def check_tokenizer(inputs: Inputs) -> str:
@@ -28,7 +36,9 @@ def check_tokenizer(inputs: Inputs) -> str:
         # transformers 5 has no tokenizer class for gpt_bigcode, so that its class may be another
         may_differ = what == "class name" and inputs.family.model_type == "gpt_bigcode"
         if ours[what] != expected and not may_differ:
-            raise Failure(f"{what} {repr(ours[what])[:200]}, expected {repr(expected)[:200]} as in SOURCE")
+            raise Failure(
+                f"{what} {repr(ours[what])[:200]}, expected {repr(expected)[:200]} as in SOURCE"
+            )
     return f"{ours['class name']} of {ours['size']:,} tokens, which do what those of SOURCE's {theirs['class name']} do"
 
 

@@ -47,7 +47,9 @@ class Weights:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
         self.files = [self.chosen]
         if self.chosen.endswith(".json"):
-            weight_map: dict[str, str] = json.loads((folder / self.chosen).read_bytes())["weight_map"]
+            weight_map: dict[str, str] = json.loads((folder / self.chosen).read_bytes())[
+                "weight_map"
+            ]
             self.weight_map = weight_map
             self.files = sorted(set(weight_map.values()))
         for file in self.files:
@@ -56,7 +58,9 @@ class Weights:
             try:
                 found = self._map_file(file)
             except Exception as problem:
-                raise ValueError(f"{folder / file} cannot be read ({first_line(problem)})") from None
+                raise ValueError(
+                    f"{folder / file} cannot be read ({first_line(problem)})"
+                ) from None
             twice = found.keys() & self.tensors.keys()
             if twice:
                 raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
@@ -82,7 +86,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     flat = [tensor.contiguous().reshape(-1) for tensor in (a, b)]
     try:
-        return bool(torch.equal(*(each.view(torch.int64) for each in flat)))  # torch compares word by word
+        return bool(
+            torch.equal(*(each.view(torch.int64) for each in flat))
+        )  # torch compares word by word
     except RuntimeError:  # the bytes are no whole words, or do not lie as words
         return bool(torch.equal(*(each.view(torch.uint8) for each in flat)))
 

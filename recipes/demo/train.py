@@ -30,7 +30,9 @@ HELD_OUT_TOKENS = 100_000
 
 def read_texts(paths: list[Path]) -> list[str]:
     """The texts of the files, without those that are nearly empty or not UTF-8, as some data of tests."""
-    return [piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())]
+    return [
+        piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())
+    ]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -38,18 +40,26 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=VOCABULARY,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
     )
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
     """All texts, each closed by the end token, as one array of token ids."""
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return np.concatenate([np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in encoded])
+    return np.concatenate(
+        [np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in encoded]
+    )
 
 
 def mean_loss(model: LlamaForCausalLM, ids: np.ndarray) -> float:
@@ -80,7 +90,9 @@ def configuration() -> LlamaConfig:
     )
 
 
-def learning_rate_factor(step: int, steps: int, warmup: int = 50, decay_share: float = 0.5) -> float:
+def learning_rate_factor(
+    step: int, steps: int, warmup: int = 50, decay_share: float = 0.5
+) -> float:
     """Warm-up, constant, then a linear decay to zero over the last share of the steps."""
     if step < warmup:
         return (step + 1) / warmup
@@ -100,9 +112,13 @@ def make_portable(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--tokens", type=float, default=20e6, help="training tokens; the text is repeated as needed")
+    parser.add_argument(
+        "--tokens", type=float, default=20e6, help="training tokens; the text is repeated as needed"
+    )
     parser.add_argument("--batch", type=int, default=16, help="blocks of 512 tokens a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -130,14 +146,20 @@ def main() -> None:
         betas=(0.9, 0.95),
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, steps)
+    )
     compiled = torch.compile(model)
     starts = np.arange(0, len(stream) - CONTEXT, CONTEXT)
     order: list[int] = []
     began = time.monotonic()
     for step in range(steps):
         if len(order) < arguments.batch:
-            order += (rng.permutation(starts) + rng.integers(0, CONTEXT)).clip(max=len(stream) - CONTEXT).tolist()
+            order += (
+                (rng.permutation(starts) + rng.integers(0, CONTEXT))
+                .clip(max=len(stream) - CONTEXT)
+                .tolist()
+            )
         chosen, order = order[: arguments.batch], order[arguments.batch :]
         ids = torch.from_numpy(np.stack([stream[at : at + CONTEXT] for at in chosen]))
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -32,7 +32,10 @@ EXACT = {"rtol": 0.0, "atol": 1e-12}
 
 def layer(groups: int = 3, **options: Any) -> GroupedQueryAttention:
     return GroupedQueryAttention(
-        EMBED_DIM, HEADS, groups, **{"head_dim": HEAD_DIM, "dtype": torch.float64, "bias": True} | options
+        EMBED_DIM,
+        HEADS,
+        groups,
+        **{"head_dim": HEAD_DIM, "dtype": torch.float64, "bias": True} | options,
     )
 
 
@@ -47,7 +50,9 @@ def lower_right(queries: int, keys: int) -> Tensor:
 @given(st.data())
 def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    heads, groups = data.draw(st.sampled_from([(12, 3), (12, 4), (12, 1), (12, 12), (6, 2), (1, 1)]))
+    heads, groups = data.draw(
+        st.sampled_from([(12, 3), (12, 4), (12, 1), (12, 12), (6, 2), (1, 1)])
+    )
     batch, keys = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
     causal = data.draw(st.booleans())
     queries = data.draw(st.integers(1, keys if causal else 40))
@@ -56,15 +61,21 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     query = numbers(batch, heads, queries, width)
     key, value = numbers(batch, groups, keys, width), numbers(batch, groups, keys, vdim)
     axis = lambda size: data.draw(st.sampled_from([1, size]))  # noqa: E731
-    mask = data.draw(st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6]))
-    bias = data.draw(st.sampled_from([None, numbers(axis(batch), axis(heads), axis(queries), keys)]))
+    mask = data.draw(
+        st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6])
+    )
+    bias = data.draw(
+        st.sampled_from([None, numbers(axis(batch), axis(heads), axis(queries), keys)])
+    )
     scale = data.draw(st.sampled_from([None, 1.0, 0.3]))
     visible = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
     if causal:
         visible = visible & lower_right(queries, keys)
     if mask is not None:
         visible = visible & mask
-    result = grouped_query_attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale)
+    result = grouped_query_attention(
+        query, key, value, mask=mask, bias=bias, causal=causal, scale=scale
+    )
     torch.testing.assert_close(
         result, oracle(query, key, value, visible, 0.0 if bias is None else bias, scale), **EXACT
     )
@@ -72,7 +83,9 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("groups", [1, 3, 4, 12])
 @pytest.mark.parametrize("queries", [1, 5, 30])
-def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_or_value_is_repeated(
+    groups: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel, seen = core.scaled_dot_product_attention, []
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -81,7 +94,11 @@ def test_no_key_or_value_is_repeated(groups: int, queries: int, monkeypatch: pyt
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(core, "scaled_dot_product_attention", spy)
-    query, key, value = numbers(2, 12, queries, 8), numbers(2, groups, 30, 8), numbers(2, groups, 30, 8)
+    query, key, value = (
+        numbers(2, 12, queries, 8),
+        numbers(2, groups, 30, 8),
+        numbers(2, groups, 30, 8),
+    )
     grouped_query_attention(query, key, value, causal=True)
     assert seen == [(groups, key.data_ptr(), value.data_ptr())]
 
@@ -94,7 +111,10 @@ def test_packed_or_not_the_function_computes_the_same(
     short: int, groups: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "SHORT", short)
-    given = [numbers(1, heads, length, 8).to(dtype) for heads, length in ((12, queries), (groups, 50), (groups, 50))]
+    given = [
+        numbers(1, heads, length, 8).to(dtype)
+        for heads, length in ((12, queries), (groups, 50), (groups, 50))
+    ]
     query, key, value = (tensor.clone().requires_grad_() for tensor in given)
     exact = [tensor.double().requires_grad_() for tensor in given]
     visible = lower_right(queries, 50)
@@ -106,7 +126,9 @@ def test_packed_or_not_the_function_computes_the_same(
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
         found = torch.autograd.grad(result.sum(), (query, key, value))
         for gradient, wanted in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
-            torch.testing.assert_close(gradient.double(), wanted, rtol=5 * tolerance, atol=5 * tolerance)
+            torch.testing.assert_close(
+                gradient.double(), wanted, rtol=5 * tolerance, atol=5 * tolerance
+            )
 
 
 @pytest.mark.parametrize("queries", [3, 30])
@@ -115,11 +137,15 @@ def test_packed_or_not_the_function_computes_the_same(
 def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(
     queries: int, as_bias: bool, dtype: torch.dtype
 ) -> None:
-    query, key, value = (numbers(2, heads, queries, 8).to(dtype).requires_grad_() for heads in (12, 3, 3))
+    query, key, value = (
+        numbers(2, heads, queries, 8).to(dtype).requires_grad_() for heads in (12, 3, 3)
+    )
     mask = torch.rand(2, 1, queries, queries) < 0.5
     mask[:, :, 1] = False
     bias = torch.zeros(2, 1, queries, queries, dtype=dtype).masked_fill(~mask, -torch.inf)
-    result = grouped_query_attention(query, key, value, **({"bias": bias} if as_bias else {"mask": mask}))
+    result = grouped_query_attention(
+        query, key, value, **({"bias": bias} if as_bias else {"mask": mask})
+    )
     assert not result[:, :, 1].any()
     assert result.isfinite().all()
     result.float().square().sum().backward()
@@ -132,12 +158,19 @@ def test_rows_that_see_nothing_are_zeros_without_nan_in_gradients(
 @pytest.mark.parametrize("masked", [False, True])
 def test_half_precision_is_accumulated_wide(dtype: torch.dtype, queries: int, masked: bool) -> None:
     query, key, value = (
-        torch.randn(1, heads, length, 64).to(dtype) for heads, length in ((12, queries), (4, 600), (4, 600))
+        torch.randn(1, heads, length, 64).to(dtype)
+        for heads, length in ((12, queries), (4, 600), (4, 600))
     )
     bias = distance_bias(12, queries, 600) if masked else None
     result = grouped_query_attention(query, key, value, causal=True, bias=bias)
     visible = lower_right(queries, 600)
-    wide = oracle(query.double(), key.double(), value.double(), visible, 0.0 if bias is None else bias.double())
+    wide = oracle(
+        query.double(),
+        key.double(),
+        value.double(),
+        visible,
+        0.0 if bias is None else bias.double(),
+    )
     assert result.dtype == dtype
     # rounding the result, and the weights before they meet the values, is all that may be lost
     assert (result.double() - wide).abs().max() < 2 * torch.finfo(dtype).eps * wide.abs().max()
@@ -155,7 +188,9 @@ def test_gradients_are_right(queries: int) -> None:
 def test_dropout_drops_weights_and_keeps_the_mean() -> None:
     query, key, value = numbers(1, 12, 20, 6), numbers(1, 3, 20, 6), numbers(1, 3, 20, 6)
     full = grouped_query_attention(query, key, value, causal=True)
-    dropped = torch.stack([grouped_query_attention(query, key, value, causal=True, dropout=0.2) for _ in range(400)])
+    dropped = torch.stack(
+        [grouped_query_attention(query, key, value, causal=True, dropout=0.2) for _ in range(400)]
+    )
     assert not torch.allclose(dropped[0], full)
     torch.testing.assert_close(dropped.mean(0), full, rtol=0, atol=0.25)
 
@@ -170,10 +205,26 @@ def test_dropout_drops_weights_and_keeps_the_mean() -> None:
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 4, 6)), {}, OptionError),
         (((1, 12, 3, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"causal": True}, OptionError),
         (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"cached": 1}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.zeros(2, 2, dtype=torch.int64)}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"mask": torch.ones(2, 3, dtype=torch.bool)}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(2, 2, dtype=torch.bool)}, OptionError),
-        (((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)), {"bias": torch.ones(1, 3, 2, 2)}, OptionError),
+        (
+            ((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)),
+            {"mask": torch.zeros(2, 2, dtype=torch.int64)},
+            OptionError,
+        ),
+        (
+            ((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)),
+            {"mask": torch.ones(2, 3, dtype=torch.bool)},
+            OptionError,
+        ),
+        (
+            ((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)),
+            {"bias": torch.ones(2, 2, dtype=torch.bool)},
+            OptionError,
+        ),
+        (
+            ((1, 12, 2, 6), (1, 3, 2, 6), (1, 3, 2, 6)),
+            {"bias": torch.ones(1, 3, 2, 2)},
+            OptionError,
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -200,19 +251,31 @@ def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction:
     config._attn_implementation = "eager"
     theirs = LlamaAttention(config, 0).double()
     ours = layer(groups, head_dim=8, causal=True, rotary=Rotary(500.0))
-    ours.load_state_dict({name.replace("o_proj", "out_proj"): tensor for name, tensor in theirs.state_dict().items()})
-    inputs, positions = numbers(2, 25, EMBED_DIM), torch.stack([torch.arange(25), torch.arange(25) + 7])
+    ours.load_state_dict(
+        {name.replace("o_proj", "out_proj"): tensor for name, tensor in theirs.state_dict().items()}
+    )
+    inputs, positions = (
+        numbers(2, 25, EMBED_DIM),
+        torch.stack([torch.arange(25), torch.arange(25) + 7]),
+    )
     embedding = LlamaRotaryEmbedding(config)
     embedding.inv_freq = embedding.inv_freq.double()
-    mask = torch.zeros(25, 25, dtype=torch.float64).masked_fill(~lower_right(25, 25), -torch.inf)[None, None]
-    expected = theirs(inputs, position_embeddings=embedding(inputs, positions), attention_mask=mask)[0]
+    mask = torch.zeros(25, 25, dtype=torch.float64).masked_fill(~lower_right(25, 25), -torch.inf)[
+        None, None
+    ]
+    expected = theirs(
+        inputs, position_embeddings=embedding(inputs, positions), attention_mask=mask
+    )[0]
     torch.testing.assert_close(
         ours(inputs, positions=positions), expected, rtol=0, atol=1e-5
     )  # their angles are float32
     # without rotary
     still = (torch.ones(1, 25, 8, dtype=torch.float64), torch.zeros(1, 25, 8, dtype=torch.float64))
     ours.rotary = None
-    for implementation, tolerance in (("eager", 1e-6), ("sdpa", 1e-12)):  # the softmax of the former is float32
+    for implementation, tolerance in (
+        ("eager", 1e-6),
+        ("sdpa", 1e-12),
+    ):  # the softmax of the former is float32
         config._attn_implementation = implementation
         expected = theirs(inputs, position_embeddings=still, attention_mask=mask)[0]
         torch.testing.assert_close(ours(inputs), expected, rtol=0, atol=tolerance)
@@ -220,7 +283,9 @@ def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction:
     heads = numbers(2, 3, 25, 8)
     turned = Rotary(500.0, fraction).rotate(heads, positions)
     width = int(8 * fraction)
-    torch.testing.assert_close(turned[..., :width], Rotary(500.0).rotate(heads[..., :width], positions), **EXACT)
+    torch.testing.assert_close(
+        turned[..., :width], Rotary(500.0).rotate(heads[..., :width], positions), **EXACT
+    )
     assert torch.equal(turned[..., width:], heads[..., width:])
 
 
@@ -238,7 +303,12 @@ def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity
         for chunk in chunks:
             end = done + chunk
             outputs.append(
-                attention(inputs[:, done:end], key_mask=key_mask[:, :end], bias=bias[:, :, done:end, :end], cache=cache)
+                attention(
+                    inputs[:, done:end],
+                    key_mask=key_mask[:, :end],
+                    bias=bias[:, :, done:end, :end],
+                    cache=cache,
+                )
             )
             done = end
     torch.testing.assert_close(torch.cat(outputs, 1), expected.detach(), **EXACT)
@@ -253,7 +323,10 @@ def test_padding_on_either_side_changes_nothing(order: str) -> None:
     turn = (lambda x: x) if attention.batch_first else (lambda x: x.transpose(0, 1))
     inputs = numbers(1, 8, EMBED_DIM)
     expected = turn(attention(turn(inputs)))
-    left, right = torch.cat([numbers(1, 3, EMBED_DIM), inputs], 1), torch.cat([inputs, numbers(1, 3, EMBED_DIM)], 1)
+    left, right = (
+        torch.cat([numbers(1, 3, EMBED_DIM), inputs], 1),
+        torch.cat([inputs, numbers(1, 3, EMBED_DIM)], 1),
+    )
     for padded, keep in ((left, slice(3, 11)), (right, slice(0, 8))):
         key_mask = torch.zeros(1, 11, dtype=torch.bool)
         key_mask[:, keep] = True
@@ -275,7 +348,9 @@ def test_padding_on_either_side_changes_nothing(order: str) -> None:
         ({}, {"key_mask": torch.zeros(2, 5)}),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(options: dict[str, Any], inputs: dict[str, Any]) -> None:
+def test_inputs_that_do_not_fit_are_refused(
+    options: dict[str, Any], inputs: dict[str, Any]
+) -> None:
     with pytest.raises(OptionError):
         layer(dtype=torch.float32, **options)(**{"inputs": torch.zeros(2, 5, EMBED_DIM)} | inputs)
 

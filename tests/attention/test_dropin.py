@@ -39,12 +39,16 @@ def repeated(model: nn.Module, groups: int, prefix: str = "", method: str = "mea
     for name, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix):
             joined = part.in_proj_weight
-            rows = [part.k_proj_weight, part.v_proj_weight] if joined is None else joined.chunk(3)[1:]
+            rows = (
+                [part.k_proj_weight, part.v_proj_weight] if joined is None else joined.chunk(3)[1:]
+            )
             rows = [*rows, *(() if part.in_proj_bias is None else part.in_proj_bias.chunk(3)[1:])]
             for tensor in rows:
                 heads = tensor.detach().clone().split(EMBED_DIM // HEADS)
                 size = HEADS // groups
-                merged = [sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)]
+                merged = [
+                    sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)
+                ]
                 if method == "first":
                     merged = list(heads[::size])
                 tensor.data.copy_(torch.cat([merged[head // size] for head in range(HEADS)]))
@@ -68,7 +72,9 @@ def as_floats(mask: Tensor) -> Tensor:
     return numbers(*mask.shape).masked_fill(mask, -torch.inf)
 
 
-def assert_same(result: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+def assert_same(
+    result: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]
+) -> None:
     assert isinstance(result, tuple)
     assert len(result) == 2
     torch.testing.assert_close(result[0], expected[0], rtol=0, atol=1e-11)
@@ -81,7 +87,9 @@ def assert_same(result: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Te
 def mode(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether to train. nn.MultiheadAttention runs other code in each of the three."""
     with torch.set_grad_enabled(request.param != "eval without"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about mixed types of masks, and about the encoder's nested tensors
+        warnings.simplefilter(
+            "ignore"
+        )  # about mixed types of masks, and about the encoder's nested tensors
         yield request.param == "train"
 
 
@@ -97,12 +105,20 @@ def test_arguments_and_results_are_those_of_multihead_attention(
     theirs.train(mode)
     query = numbers(BATCH, QUERIES, EMBED_DIM)
     key, value = (
-        (query, query) if kind == "self" else (numbers(BATCH, KEYS, theirs.kdim), numbers(BATCH, KEYS, theirs.vdim))
+        (query, query)
+        if kind == "self"
+        else (numbers(BATCH, KEYS, theirs.kdim), numbers(BATCH, KEYS, theirs.vdim))
     )
     keys = key.shape[1]
-    wide, flat, padding = hidden(QUERIES, keys), hidden(BATCH * HEADS, QUERIES, keys), hidden(BATCH, keys)
+    wide, flat, padding = (
+        hidden(QUERIES, keys),
+        hidden(BATCH * HEADS, QUERIES, keys),
+        hidden(BATCH, keys),
+    )
     if layout == "unbatched":
-        query, key, value = (query[0], query[0], query[0]) if kind == "self" else (query[0], key[0], value[0])
+        query, key, value = (
+            (query[0], query[0], query[0]) if kind == "self" else (query[0], key[0], value[0])
+        )
         flat, padding = flat[:HEADS], padding[0]
     elif layout == "length first":
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -111,7 +127,10 @@ def test_arguments_and_results_are_those_of_multihead_attention(
     for attn_mask, key_padding_mask, weights in itertools.product(
         masks, paddings, [{"need_weights": False}, {}, {"average_attn_weights": False}]
     ):
-        given: dict[str, Any] = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask} | weights
+        given: dict[str, Any] = {
+            "attn_mask": attn_mask,
+            "key_padding_mask": key_padding_mask,
+        } | weights
         assert_same(ours(query, key, value, **given), theirs(query, key, value, **given))
 
 
@@ -121,8 +140,14 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
     ours, theirs = pair(groups, batch_first=True)
     query, key = numbers(BATCH, queries, EMBED_DIM), numbers(BATCH, KEYS, EMBED_DIM)
     mask = torch.ones(queries, KEYS, dtype=torch.bool).triu(1)
-    for given, padding, need in itertools.product((mask, as_floats(mask)), (None, hidden(BATCH, KEYS)), (False, True)):
-        options: dict[str, Any] = {"attn_mask": given, "key_padding_mask": padding, "need_weights": need}
+    for given, padding, need in itertools.product(
+        (mask, as_floats(mask)), (None, hidden(BATCH, KEYS)), (False, True)
+    ):
+        options: dict[str, Any] = {
+            "attn_mask": given,
+            "key_padding_mask": padding,
+            "need_weights": need,
+        }
         options["is_causal"] = True
         assert_same(ours(query, key, key, **options), theirs(query, key, key, **options))
     with pytest.raises(OptionError, match="give attn_mask too"):
@@ -133,23 +158,42 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.pooling])
 def test_the_layer_takes_the_same_weights(method: Any) -> None:
-    source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True))
+    source = shaken(
+        nn.MultiheadAttention(
+            EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True
+        )
+    )
     ours = GroupedQueryAttention.from_multihead(source, 2, method)
     inputs = [numbers(BATCH, *shape) for shape in ((QUERIES, EMBED_DIM), (KEYS, 10), (KEYS, 14))]
     mask, padding = hidden(QUERIES, KEYS), hidden(BATCH, KEYS)
-    expected, _ = repeated(source, 2, method=method)(*inputs, attn_mask=mask, key_padding_mask=padding)
-    torch.testing.assert_close(ours(*inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11)
+    expected, _ = repeated(source, 2, method=method)(
+        *inputs, attn_mask=mask, key_padding_mask=padding
+    )
+    torch.testing.assert_close(
+        ours(*inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11
+    )
     with pytest.raises(OptionError, match="'median'"):
         GroupedQueryAttention.from_multihead(source, 2, "median")  # type: ignore[arg-type]
 
 
 def test_gradients_are_those_of_the_reference() -> None:
     ours, theirs = pair(HEADS, batch_first=True)
-    query, key = numbers(BATCH, QUERIES, EMBED_DIM).requires_grad_(), numbers(BATCH, KEYS, EMBED_DIM).requires_grad_()
+    query, key = (
+        numbers(BATCH, QUERIES, EMBED_DIM).requires_grad_(),
+        numbers(BATCH, KEYS, EMBED_DIM).requires_grad_(),
+    )
     for need in (False, True):
-        for options in ({"attn_mask": hidden(QUERIES, KEYS)}, {"attn_mask": as_floats(hidden(QUERIES, KEYS))}):
-            outputs = [module(query, key, key, need_weights=need, **options)[0] for module in (ours, theirs)]
-            gradients = [torch.autograd.grad(output.square().sum(), (query, key)) for output in outputs]
+        for options in (
+            {"attn_mask": hidden(QUERIES, KEYS)},
+            {"attn_mask": as_floats(hidden(QUERIES, KEYS))},
+        ):
+            outputs = [
+                module(query, key, key, need_weights=need, **options)[0]
+                for module in (ours, theirs)
+            ]
+            gradients = [
+                torch.autograd.grad(output.square().sum(), (query, key)) for output in outputs
+            ]
             for mine, other in zip(*gradients, strict=True):
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
 
@@ -158,17 +202,26 @@ def test_gradients_are_those_of_the_reference() -> None:
 
 
 def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(EMBED_DIM, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options)
+    return nn.TransformerEncoderLayer(
+        EMBED_DIM, HEADS, 20, **{"dropout": 0.0, "dtype": torch.float64} | options
+    )
 
 
-def converted(model: nn.Module, groups: int, mode: bool, prefix: str = "") -> tuple[nn.Module, nn.Module]:
+def converted(
+    model: nn.Module, groups: int, mode: bool, prefix: str = ""
+) -> tuple[nn.Module, nn.Module]:
     """The model with grouped-query attention, and its reference."""
     shaken(model).train(mode)
     made = convert_module(model, groups, prefix=prefix)
     assert not any(
-        isinstance(part, nn.MultiheadAttention) for name, part in made.named_modules() if name.startswith(prefix)
+        isinstance(part, nn.MultiheadAttention)
+        for name, part in made.named_modules()
+        if name.startswith(prefix)
     )
-    assert any(isinstance(part, GroupedMultiheadAttention) and part.groups == groups for part in made.modules())
+    assert any(
+        isinstance(part, GroupedMultiheadAttention) and part.groups == groups
+        for part in made.modules()
+    )
     return made, repeated(model, groups, prefix)
 
 
@@ -184,12 +237,23 @@ def left_aligned(*shape: int) -> Tensor:
 @pytest.mark.parametrize("groups", slow_but((2, 6), GROUPS))
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}]
+)
 def test_encoders_compute_the_same(
-    groups: int, batch_first: bool, stacked: bool, options: dict[str, Any], mode: bool, monkeypatch: pytest.MonkeyPatch
+    groups: int,
+    batch_first: bool,
+    stacked: bool,
+    options: dict[str, Any],
+    mode: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer: nn.Module = encoder_layer(batch_first=batch_first, **options)
-    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(EMBED_DIM, dtype=torch.float64)) if stacked else layer
+    model = (
+        nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(EMBED_DIM, dtype=torch.float64))
+        if stacked
+        else layer
+    )
     ours, theirs = converted(model, groups, mode)
     source = turned(numbers(BATCH, KEYS, EMBED_DIM), batch_first)
     causal = nn.Transformer.generate_square_subsequent_mask(KEYS, dtype=torch.float64)
@@ -200,14 +264,21 @@ def test_encoders_compute_the_same(
         (None, padding, as_floats(padding), hidden(BATCH, KEYS)),
     ):
         for is_causal in [False, True] if given is causal else [False]:
-            masks: dict[str, Any] = {name: given, "src_key_padding_mask": key_padding, "is_causal": is_causal}
+            masks: dict[str, Any] = {
+                name: given,
+                "src_key_padding_mask": key_padding,
+                "is_causal": is_causal,
+            }
             # torch's fast path reads floats as booleans, and then makes NaN of finite ones: they are no reference there
             finite = any(
-                mask is not None and mask.is_floating_point() and mask is not causal for mask in (given, key_padding)
+                mask is not None and mask.is_floating_point() and mask is not causal
+                for mask in (given, key_padding)
             )
             result = ours(source, **masks)
             with monkeypatch.context() as patch:
-                patch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda enabled=not finite: enabled)
+                patch.setattr(
+                    torch.backends.mha, "get_fastpath_enabled", lambda enabled=not finite: enabled
+                )
                 expected = theirs(source, **masks)
             seen = torch.ones_like(result, dtype=torch.bool)
             if key_padding is padding:  # their fast path leaves zeros where there is padding
@@ -221,10 +292,16 @@ def test_encoders_compute_the_same(
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("prefix", ["", "decoder."])
-def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, prefix: str, mode: bool) -> None:
-    model = nn.Transformer(EMBED_DIM, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+def test_whole_transformers_compute_the_same(
+    groups: int, batch_first: bool, prefix: str, mode: bool
+) -> None:
+    model = nn.Transformer(
+        EMBED_DIM, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64
+    )
     ours, theirs = converted(model, groups, mode, prefix)
-    source, target = (turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (KEYS, QUERIES))
+    source, target = (
+        turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (KEYS, QUERIES)
+    )
     padding = left_aligned(BATCH, KEYS)
     causal = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
     choices: list[dict[str, Any]] = [
@@ -234,7 +311,9 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, pre
         {"src_mask": hidden(KEYS, KEYS), "memory_mask": as_floats(hidden(QUERIES, KEYS))},
     ]
     for masks in choices:
-        torch.testing.assert_close(ours(source, target, **masks), theirs(source, target, **masks), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            ours(source, target, **masks), theirs(source, target, **masks), rtol=0, atol=1e-10
+        )
 
 
 # Refusals
@@ -249,13 +328,27 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, pre
         ((3, 5, 24), (3, 7, 24), "attn_mask", torch.zeros(3, 5, 7), "[18, 5, 7]"),
         ((3, 5, 24), (3, 7, 24), "attn_mask", torch.zeros(1, 7), "[5, 7]"),
         ((3, 5, 24), (3, 7, 24), "attn_mask", torch.zeros(3, 6, 5, 7), "attn_mask is"),
-        ((3, 5, 24), (3, 7, 24), "attn_mask", torch.zeros(5, 7).long(), "True where a key is hidden"),
+        (
+            (3, 5, 24),
+            (3, 7, 24),
+            "attn_mask",
+            torch.zeros(5, 7).long(),
+            "True where a key is hidden",
+        ),
         ((3, 5, 24), (3, 7, 24), "key_padding_mask", torch.zeros(1, 7), "[3, 7]"),
-        ((3, 5, 24), (3, 7, 24), "key_padding_mask", torch.zeros(3, 7).byte(), "True where a key is hidden"),
+        (
+            (3, 5, 24),
+            (3, 7, 24),
+            "key_padding_mask",
+            torch.zeros(3, 7).byte(),
+            "True where a key is hidden",
+        ),
         ((5, 24), (7, 24), "key_padding_mask", torch.zeros(3, 7), "key_padding_mask is"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(query: Any, memory: Any, name: str, mask: Any, message: str) -> None:
+def test_inputs_that_do_not_fit_are_refused(
+    query: Any, memory: Any, name: str, mask: Any, message: str
+) -> None:
     module = GroupedMultiheadAttention(EMBED_DIM, HEADS, groups=2, batch_first=True)
     with refused(OptionError, message):
         module(torch.zeros(query), torch.zeros(memory), torch.zeros(memory), **{name: mask})
@@ -267,7 +360,11 @@ def test_what_cannot_be_grouped_is_refused() -> None:
             GroupedMultiheadAttention(EMBED_DIM, HEADS, **options)
         with pytest.raises(OptionError, match=r"1\.0 appends"):
             convert_module(
-                nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.MultiheadAttention(EMBED_DIM, HEADS, **options))), 2
+                nn.Sequential(
+                    nn.Linear(1, 1),
+                    nn.Sequential(nn.MultiheadAttention(EMBED_DIM, HEADS, **options)),
+                ),
+                2,
             )
     with pytest.raises(OptionError, match="divisible"):
         GroupedMultiheadAttention(25, HEADS)

@@ -94,7 +94,9 @@ def configured(name: str) -> tuple[Any, str]:
         return CONFIG_MAPPING[model_type](**values), auto_class(model_type)
     modeling = FAMILIES[model_type].modeling
     assert modeling is not None
-    values = {key: value for key, value in values.items() if key != "num_kv_heads"} | {"num_key_value_heads": 3}
+    values = {key: value for key, value in values.items() if key != "num_kv_heads"} | {
+        "num_key_value_heads": 3
+    }
     made = CONFIG_MAPPING[modeling.model_type]
     if hasattr(made, "encoder_num_key_value_heads"):
         values["encoder_num_key_value_heads"] = 2
@@ -123,7 +125,9 @@ def reason(name: str) -> str | None:
     return REFUSED.get(name) or (None if name in CHANGED else REFUSED.get(name.split(",")[0]))
 
 
-def in_steps(model: Any, tokens: Tensor, new_cache: Callable[[Any], Any], mask: Tensor | None) -> Tensor:
+def in_steps(
+    model: Any, tokens: Tensor, new_cache: Callable[[Any], Any], mask: Tensor | None
+) -> Tensor:
     """Logits of tokens that are given a few at a time."""
     cache, outputs, done = new_cache(model.config), [], 0
     for size in STEPS:
@@ -145,19 +149,27 @@ def logits_of(**given: Any) -> Callable[[Any], Tensor]:
 
 def causal_cases(config: Any) -> Iterator[Case]:
     tokens = torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    for name, mask, real in (("no mask", None, ONES), ("left", LEFT, LEFT), ("right", RIGHT, RIGHT)):
+    for name, mask, real in (
+        ("no mask", None, ONES),
+        ("left", LEFT, LEFT),
+        ("right", RIGHT, RIGHT),
+    ):
         yield name, logits_of(input_ids=tokens, attention_mask=mask), real
     documents = torch.tensor([[0] * 8 + [1] * 13, [0] * 15 + [1] * 6])
     seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    positions = torch.stack([torch.cat([torch.arange(size) for size in sizes]) for sizes in ((8, 13), (15, 6))])
+    positions = torch.stack(
+        [torch.cat([torch.arange(size) for size in sizes]) for sizes in ((8, 13), (15, 6))]
+    )
     placed = {"position_ids": positions, "use_cache": False}
     if config.model_type in ("mpt", "bloom", "gqa_bloom"):  # ALiBi has no position_ids
         placed = {}
 
     def under_4d_mask(model: Any) -> Tensor:
         logits = model(tokens, attention_mask=added, **placed).logits
-        if model.config._attn_implementation == "gqa":  # booleans are the same; eager would add them
+        if (
+            model.config._attn_implementation == "gqa"
+        ):  # booleans are the same; eager would add them
             torch.testing.assert_close(
                 model(tokens, attention_mask=seen, **placed).logits, logits, rtol=1e-5, atol=1e-5
             )
@@ -167,13 +179,18 @@ def causal_cases(config: Any) -> Iterator[Case]:
     if placed:
         yield "packed", logits_of(input_ids=tokens, **placed), ONES
     if getattr(config, "add_cross_attention", False):
-        states = torch.randn(2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(4))
+        states = torch.randn(
+            2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(4)
+        )
         for mask in (LEFT, RIGHT):
             encoded = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
             yield "cross-attention", logits_of(input_ids=tokens, **encoded), ONES
     for mask in (None, LEFT, RIGHT):
         real = ONES if mask is None else mask
-        for name, cache in (("dynamic", growing), ("static" if mask is None else "static, padded", fixed)):
+        for name, cache in (
+            ("dynamic", growing),
+            ("static" if mask is None else "static, padded", fixed),
+        ):
             yield name, partial(in_steps, tokens=tokens, new_cache=cache, mask=mask), real
 
 
@@ -189,10 +206,15 @@ def fixed(config: Any) -> Any:
 
 def encoder_decoder_cases(config: Any) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(3)
-    tokens, sound = torch.randint(3, VOCAB, (2, 2, LENGTH), generator=generator), hasattr(config, "num_mel_bins")
+    tokens, sound = (
+        torch.randint(3, VOCAB, (2, 2, LENGTH), generator=generator),
+        hasattr(config, "num_mel_bins"),
+    )
     source, target = tokens[0], tokens[1]
     encoded: dict[str, Any] = (
-        {"input_features": torch.randn(2, 8, 40, generator=generator)} if sound else {"input_ids": source}
+        {"input_features": torch.randn(2, 8, 40, generator=generator)}
+        if sound
+        else {"input_ids": source}
     )
     masks = (None,) if sound else (None, LEFT, RIGHT)
     for mask in masks:
@@ -205,8 +227,13 @@ def encoder_decoder_cases(config: Any) -> Iterator[Case]:
         yield "decoder", logits_of(**given, decoder_input_ids=target), mask
 
 
-def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, own: Callable[[Any], Any]) -> Tensor:
-    encoded = {"encoder_outputs": model.get_encoder()(**given), "attention_mask": given["attention_mask"]}
+def decoded_in_steps(
+    model: Any, given: dict[str, Any], target: Tensor, own: Callable[[Any], Any]
+) -> Tensor:
+    encoded = {
+        "encoder_outputs": model.get_encoder()(**given),
+        "attention_mask": given["attention_mask"],
+    }
     parts = target.split(STEPS, 1)
     encoded[cache_name(model)] = EncoderDecoderCache(own(model.config), DynamicCache())
     outputs = [model(**encoded, decoder_input_ids=part, use_cache=True) for part in parts]
@@ -218,9 +245,9 @@ def decoded_in_steps(model: Any, given: dict[str, Any], target: Tensor, own: Cal
 def test_logits_equal_those_of_eager_attention(name: str) -> None:
     eager, ours = build(name, "eager", "gqa")
     compared = {}
-    for case, logits, real in (encoder_decoder_cases if eager.config.is_encoder_decoder else causal_cases)(
-        eager.config
-    ):
+    for case, logits, real in (
+        encoder_decoder_cases if eager.config.is_encoder_decoder else causal_cases
+    )(eager.config):
         if case in TRANSFORMERS_FAILS.get(name.split(",")[0], ()):
             with pytest.raises((ValueError, RuntimeError)):
                 logits(eager)
@@ -229,7 +256,9 @@ def test_logits_equal_those_of_eager_attention(name: str) -> None:
         expected = compared[case][real.bool()]
         scale = max(1.0, expected.abs().max().item())
         difference = (logits(ours)[real.bool()] - expected).abs().max().item()
-        assert difference <= 5e-5 * scale, f"{case}: logits differ by {difference} where the largest is {scale}"
+        assert difference <= 5e-5 * scale, (
+            f"{case}: logits differ by {difference} where the largest is {scale}"
+        )
     if "no mask" in compared:  # the masks matter to these weights
         assert not torch.allclose(compared["left"][1, 6:], compared["no mask"][1, 6:], atol=1e-2)
 
@@ -242,14 +271,19 @@ def test_what_would_differ_is_refused(name: str) -> None:
     config, auto = configured(name)
     tokens = torch.ones(1, 5, dtype=torch.int64, device="meta")
     own = name.split(",")[0] in ("falcon", "gpt_neo", "gqa_gpt_neo")
-    with torch.device("meta"), pytest.raises((KeyError, ValueError) if own else UnsupportedAttentionError) as caught:
+    with (
+        torch.device("meta"),
+        pytest.raises((KeyError, ValueError) if own else UnsupportedAttentionError) as caught,
+    ):
         getattr(transformers, auto).from_config(config, attn_implementation="gqa").eval()(tokens)
     why = why_unsupported(getattr(transformers, auto)._model_mapping[type(config)], config)
     assert why is not None
     assert reason(name) in why
     if not own:
         assert "\n" not in str(caught.value)
-        assert "'gqa' attention would change its results: omit attn_implementation" in str(caught.value)
+        assert "'gqa' attention would change its results: omit attn_implementation" in str(
+            caught.value
+        )
 
 
 def test_a_config_that_differs_from_an_accepted_one_is_checked_too() -> None:
@@ -276,7 +310,9 @@ def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> 
             model(torch.ones(1, 5, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neo", "gqa_gpt_neo", "gqa_falcon, 7B"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt_oss", "gpt_neo", "gqa_gpt_neo", "gqa_falcon, 7B"]
+)
 @torch.no_grad()
 def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
     """It computes what eager attention computes, or is refused; the model makes no mask at which it would be checked."""
@@ -285,14 +321,19 @@ def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
     mask[:, :, 5, 2] = torch.finfo(torch.float32).min
     kinds = dict.fromkeys(("full_attention", "sliding_attention"), mask)
     tokens = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
-    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": kinds if name in REFUSED_IN_CALLS else mask}
+    inputs: dict[str, Any] = {
+        "input_ids": tokens,
+        "attention_mask": kinds if name in REFUSED_IN_CALLS else mask,
+    }
     expected = model(**inputs).logits
     model.config._attn_implementation = "gqa"
     if name in REFUSED_IN_CALLS:
         with pytest.raises(OptionError, match=REFUSED_IN_CALLS[name]):
             model(**inputs)
     else:
-        torch.testing.assert_close(model(**inputs).logits, expected, rtol=0, atol=5e-5 * expected.abs().max().item())
+        torch.testing.assert_close(
+            model(**inputs).logits, expected, rtol=0, atol=5e-5 * expected.abs().max().item()
+        )
 
 
 REFUSED_IN_CALLS = {"gemma2": "capped scores", "gpt_oss": "attention sinks"}

@@ -27,7 +27,9 @@ def expected(attention: GroupedQueryAttention, inputs: Tensor, added: Tensor) ->
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
     key, value = (part.repeat_interleave(3, dim=1) for part in heads[1:])
-    out = scaled_dot_product_attention(heads[0], key, value, attn_mask=added.expand(BATCH, HEADS, LENGTH, LENGTH))
+    out = scaled_dot_product_attention(
+        heads[0], key, value, attn_mask=added.expand(BATCH, HEADS, LENGTH, LENGTH)
+    )
     return attention.out_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -40,12 +42,17 @@ def as_floats(mask: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("kind", ["bool", "float", "bias"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(sizes: tuple[int, ...], kind: str, causal: bool) -> None:
+def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(
+    sizes: tuple[int, ...], kind: str, causal: bool
+) -> None:
     mask = torch.rand(*sizes, LENGTH) < 0.6
     mask[..., 0] = True
     added = as_floats(mask) if kind == "bool" else numbers(*sizes, LENGTH)
     attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, EMBED_DIM)
-    result = attention(inputs, **({"bias": added} if kind == "bias" else {"mask": mask if kind == "bool" else added}))
+    result = attention(
+        inputs,
+        **({"bias": added} if kind == "bias" else {"mask": mask if kind == "bool" else added}),
+    )
     full = added[(None,) * (4 - added.dim())]
     if causal:
         full = full + as_floats(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
@@ -53,7 +60,16 @@ def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(sizes: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    "shape", [(), (LENGTH,), (LENGTH, 1), (BATCH, 1, LENGTH, 1), (4, LENGTH), (1, 2, 1, LENGTH), (1, 1, 1, 1, LENGTH)]
+    "shape",
+    [
+        (),
+        (LENGTH,),
+        (LENGTH, 1),
+        (BATCH, 1, LENGTH, 1),
+        (4, LENGTH),
+        (1, 2, 1, LENGTH),
+        (1, 1, 1, 1, LENGTH),
+    ],
 )
 @pytest.mark.parametrize("argument", ["mask", "bias"])
 def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None:
@@ -63,14 +79,17 @@ def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None
         match=rf"{argument} is .*give \[queries, keys\] or \[batch, heads, queries, keys\] = \[6, 6, 5, 5\]",
     ):
         layer(dtype=torch.float32)(
-            torch.zeros(BATCH, LENGTH, EMBED_DIM), **{argument: given < 0.5 if argument == "mask" else given}
+            torch.zeros(BATCH, LENGTH, EMBED_DIM),
+            **{argument: given < 0.5 if argument == "mask" else given},
         )
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, with_documents: bool, causal: bool) -> None:
+def test_a_float_mask_is_added_beside_a_key_mask(
+    with_bias: bool, with_documents: bool, causal: bool
+) -> None:
     attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, EMBED_DIM)
     mask, bias = numbers(LENGTH, LENGTH), numbers(1, HEADS, LENGTH, LENGTH)
     key_mask = torch.rand(BATCH, LENGTH) < 0.6
@@ -83,5 +102,7 @@ def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, with_documents
         added = added + as_floats(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
     if documents is not None:
         added = added + as_floats(documents[:, :, None] == documents[:, None])[:, None]
-    result = attention(inputs, mask=mask, key_mask=key_mask, documents=documents, bias=bias if with_bias else None)
+    result = attention(
+        inputs, mask=mask, key_mask=key_mask, documents=documents, bias=bias if with_bias else None
+    )
     torch.testing.assert_close(result, expected(attention, inputs, added), rtol=0, atol=1e-12)

@@ -49,28 +49,47 @@ def test_a_memory_that_was_written_to_is_refused(mode: Callable[[], torch.infere
         for memory in (numbers(2, 7, EMBED_DIM), outside):
             cache = KVCache()
             layer(queries, memory, cache=cache)
-            memory[1, 3, 4] = torch.nextafter(memory[1, 3, 4], torch.tensor(9.0, dtype=torch.float64))
+            memory[1, 3, 4] = torch.nextafter(
+                memory[1, 3, 4], torch.tensor(9.0, dtype=torch.float64)
+            )
             with pytest.raises(OptionError, match="changed in place"):
                 layer(queries, memory, cache=cache)
-            torch.testing.assert_close(layer(queries, memory, cache=KVCache()), layer(queries, memory))
+            torch.testing.assert_close(
+                layer(queries, memory, cache=KVCache()), layer(queries, memory)
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_memory_is_accepted_in_any_form_and_may_be_left_out(mode: Callable[[], torch.inference_mode]) -> None:
+def test_the_same_memory_is_accepted_in_any_form_and_may_be_left_out(
+    mode: Callable[[], torch.inference_mode],
+) -> None:
     with mode():
-        layer, cache, memory = cross(kdim=10, vdim=14), KVCache(), (numbers(2, 7, 10), numbers(2, 7, 14))
+        layer, cache, memory = (
+            cross(kdim=10, vdim=14),
+            KVCache(),
+            (numbers(2, 7, 10), numbers(2, 7, 14)),
+        )
         layer(numbers(2, 1, EMBED_DIM), *memory, cache=cache)
         assert (cache.keys.shape, cache.values.shape) == ((2, 2, 7, 4), (2, 2, 7, 4))
         for same in (lambda x: x, lambda x: x[:], Tensor.detach, Tensor.clone, lambda _: None):
             queries = numbers(2, 1, EMBED_DIM)
-            torch.testing.assert_close(layer(queries, *map(same, memory), cache=cache), layer(queries, *memory))
+            torch.testing.assert_close(
+                layer(queries, *map(same, memory), cache=cache), layer(queries, *memory)
+            )
         queries = numbers(2, 1, EMBED_DIM)
-        torch.testing.assert_close(layer(queries, *memory, cache=copy.deepcopy(cache)), layer(queries, *memory))
+        torch.testing.assert_close(
+            layer(queries, *memory, cache=copy.deepcopy(cache)), layer(queries, *memory)
+        )
 
 
 @torch.no_grad()
 def test_a_cache_serves_one_kind_of_attention() -> None:
-    inputs, memory, of_tokens, of_memory = numbers(2, 7, EMBED_DIM), numbers(2, 7, EMBED_DIM), KVCache(), KVCache()
+    inputs, memory, of_tokens, of_memory = (
+        numbers(2, 7, EMBED_DIM),
+        numbers(2, 7, EMBED_DIM),
+        KVCache(),
+        KVCache(),
+    )
     cross()(inputs, cache=of_tokens)
     with pytest.raises(OptionError, match="holds 7 keys already"):
         cross()(inputs, memory, cache=of_tokens)

@@ -46,14 +46,18 @@ def test_the_small_run_measures_every_part(tmp_path: Path) -> None:
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_a_part_that_fails_leaves_its_error_and_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_leaves_its_error_and_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: gpu.Settings) -> None:
         raise RuntimeError("CUDA error")
 
     monkeypatch.setitem(gpu.PARTS, "decoding", fail)
     monkeypatch.setitem(gpu.PARTS, "fit", lambda _: {"seconds": 1.0})
     output = tmp_path / "gpu.json"
-    gpu.main(["--output", str(output), "--folder", str(tmp_path / "disk"), "--parts", "decoding", "fit"])
+    gpu.main(
+        ["--output", str(output), "--folder", str(tmp_path / "disk"), "--parts", "decoding", "fit"]
+    )
     report = json.loads(output.read_text())
     assert report["decoding"]["error"][-1] == "RuntimeError: CUDA error"
     assert report["fit"] == {"seconds": 1.0}

@@ -22,7 +22,9 @@ def in_a_fork(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_method_has_a_row_and_nothing_is_measured_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "smollm2").symlink_to(DEMO)
     (tmp_path / "text").mkdir()
     (text, *_) = (each for each in modules(held_out=True) if len(each) > 20_000)
@@ -40,7 +42,15 @@ def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, mon
         "--windows",
         "256",
     ]
-    command += ["--methods", "mean", "factor-calibrated", "--seeds", "0", "--calibration-tokens", "500"]
+    command += [
+        "--methods",
+        "mean",
+        "factor-calibrated",
+        "--seeds",
+        "0",
+        "--calibration-tokens",
+        "500",
+    ]
     real.main([*command, "--lengths", "512", "--questions", "1"])
     measured = (tmp_path / "real.json").read_text()
     data = json.loads(measured)
@@ -59,7 +69,14 @@ def test_each_method_has_a_row_and_nothing_is_measured_twice(tmp_path: Path, mon
 
 def test_tables() -> None:
     def loss(value: float, kl: float) -> dict[str, Any]:
-        scores = {"loss": value, "loss_error": 0.1, "excess": kl, "excess_error": 0.01, "kl": kl, "kl_error": 0.02}
+        scores = {
+            "loss": value,
+            "loss_error": 0.1,
+            "excess": kl,
+            "excess_error": 0.01,
+            "kl": kl,
+            "kl_error": 0.02,
+        }
         return {kind: {"512": scores, "2048": scores} for kind in KINDS}
 
     asked = {
@@ -67,25 +84,45 @@ def test_tables() -> None:
         "1024": {"found": 0.6, "by_kind": {"needles": 0.4, "copying": 0.6}},
     }
     half = {
-        length: {"found": each["found"] / 2, "by_kind": {kind: share / 2 for kind, share in each["by_kind"].items()}}
+        length: {
+            "found": each["found"] / 2,
+            "by_kind": {kind: share / 2 for kind, share in each["by_kind"].items()},
+        }
         for length, each in asked.items()
     }
     cells = [
         {"method": "mean", "minutes": 0.1, "loss": loss(6.0, 3.0)},
-        {"method": "fit", "calibration": "code", "minutes": 9.0, "loss": loss(3.2, 0.2), "retrieval": half},
-        {"method": "fit", "calibration": "code", "minutes": 8.0, "loss": loss(3.4, 0.4), "retrieval": asked},
+        {
+            "method": "fit",
+            "calibration": "code",
+            "minutes": 9.0,
+            "loss": loss(3.2, 0.2),
+            "retrieval": half,
+        },
+        {
+            "method": "fit",
+            "calibration": "code",
+            "minutes": 8.0,
+            "loss": loss(3.4, 0.4),
+            "retrieval": asked,
+        },
     ]
     source = {"loss": loss(3.0, 0.0), "retrieval": asked}
     other = {"model": "qwen-0.5b", "method": "fit", "minutes": 1.0, "loss": loss(9.0, 7.0)}
     models = {"smollm2": {"scores": source}, "qwen-0.5b": {"scores": source}}
-    made = blocks({"models": models, "cells": [*({"model": "smollm2"} | cell for cell in cells), other]})
+    made = blocks(
+        {"models": models, "cells": [*({"model": "smollm2"} | cell for cell in cells), other]}
+    )
     (row,) = [line for line in made["smollm2 results"].splitlines() if "| fit, code |" in line]
     assert row.startswith("| fit, code | 8.0 to 9.0 | 3.000 -> 3.300, 90.0% |")
     assert "| 0.300 ± 0.020 (0.200 to 0.400) |" in row
     assert row.endswith("| 70% -> 52%, recovery 75% |")
     needles = made["smollm2 retrieval"].splitlines()
     assert needles[0] == "| method | 512 tokens | 1,024 tokens | needles | copying |"
-    assert needles[2:] == ["| source | 80% | 60% | 50% | 70% |", "| fit, code | 60% | 45% | 38% | 52% |"]
+    assert needles[2:] == [
+        "| source | 80% | 60% | 50% | 70% |",
+        "| fit, code | 60% | 45% | 38% | 52% |",
+    ]
     assert "| 2,048 | 3.000 ± 0.100 | 3.000 ± 0.100 | 3.000 ± 0.100 |" in made["smollm2 sources"]
     assert "| mean | prose | 3.000 ± 0.020 | 3.000 ± 0.020 |" in made["smollm2 windows"]
 

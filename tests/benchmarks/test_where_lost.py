@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.real.where_lost import answer_losses, divergences, measure, of_part, repeated, restore, summary
+from benchmarks.real.where_lost import (
+    answer_losses,
+    divergences,
+    measure,
+    of_part,
+    repeated,
+    restore,
+    summary,
+)
 from gqa_convert.measuring.evaluation.retrieval_texts import make_text
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
@@ -47,7 +55,13 @@ def test_only_what_differs_changes_losses_when_it_is_exchanged() -> None:
     models = {"converted": (converted, weights["source"]), "source": (source, weights["converted"])}
     results: dict[str, Any] = {}
     text = make_text(tokenizer, 520, 0, 0)
-    take = (models, ["keys", "values"], "520", lambda model: answer_losses(model, tokenizer, text), results)
+    take = (
+        models,
+        ["keys", "values"],
+        "520",
+        lambda model: answer_losses(model, tokenizer, text),
+        results,
+    )
     steps = measure(*take)
     for _ in range(3):
         next(steps)
@@ -77,7 +91,9 @@ def test_the_layer_that_differs_is_restored_first() -> None:
         wanted = list(source(blocks).logits.log_softmax(-1))
     alone = {"layer 0": [1.0], "layer 1": [2.0]}
     weights = source.state_dict()
-    first, second = restore(converted, weights, 2, lambda model: divergences(model, wanted, blocks), alone)
+    first, second = restore(
+        converted, weights, 2, lambda model: divergences(model, wanted, blocks), alone
+    )
     assert (first[0], second[0]) == (1, 0)
     assert first[1] == pytest.approx(0, abs=1e-6)
     assert divergences(converted, wanted, blocks)[0] > 1e-3

@@ -57,5 +57,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 def test_which_errors_mean_a_full_disk() -> None:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         assert is_disk_full(OSError(number, os.strerror(number)))
-    assert is_disk_full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert is_disk_full(
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    )
     assert not is_disk_full(PermissionError(errno.EACCES, "Permission denied"))

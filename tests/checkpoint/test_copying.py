@@ -82,7 +82,9 @@ def copied(source: SourceFile, out: Path, nbytes: int = len(DATA)) -> None:
         file.copy(source, 0, nbytes)
 
 
-def test_a_source_that_ends_too_early(source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_ends_too_early(
+    source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it is copied, after its size was read, and after its pages were mapped."""
     with refused(CorruptCheckpointError, "shorter"):
         copied(source, tmp_path / "before", 2 * len(DATA))
@@ -102,7 +104,9 @@ def fails(code: int) -> Callable[..., int]:
     return call
 
 
-def test_a_source_that_cannot_be_read(source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_cannot_be_read(
+    source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the source, not the result."""
     monkeypatch.setattr(os, "preadv", fails(errno.EIO))
     with refused(CorruptCheckpointError, "in cannot be read (Input/output error): check the disk"):
@@ -110,7 +114,9 @@ def test_a_source_that_cannot_be_read(source: SourceFile, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_disk_that_fails(source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_disk_that_fails(
+    source: SourceFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     monkeypatch.setattr(os, "pwrite", fails(code))
     with pytest.raises(OSError, match=os.strerror(code)):
         copied(source, tmp_path / "out", 12 * BLOCK)

@@ -14,7 +14,9 @@ from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import by_mean, write_llama
 
 
-def test_a_conversion_records_the_fingerprint_and_the_parameters_of_its_source(tmp_path: Path) -> None:
+def test_a_conversion_records_the_fingerprint_and_the_parameters_of_its_source(
+    tmp_path: Path,
+) -> None:
     source = write_llama(tmp_path / "source")
     by_mean(source, tmp_path / "out", 3)
     record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())
@@ -85,7 +87,10 @@ def test_every_tensor_counts(tmp_path: Path, suffix: str) -> None:
 
     def found() -> str:
         if suffix == "bin":
-            torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, folder / "pytorch_model.bin")
+            torch.save(
+                {name: torch.from_numpy(array) for name, array in tensors.items()},
+                folder / "pytorch_model.bin",
+            )
         else:
             save_file(tensors, file)
         return fingerprint(open_checkpoint(folder))
@@ -100,5 +105,7 @@ def test_every_tensor_counts(tmp_path: Path, suffix: str) -> None:
 def test_files_that_went_away_are_named(tmp_path: Path) -> None:
     opened = open_checkpoint(checkpoint(tmp_path / "model"))
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors can't be read \(No such file"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.safetensors can't be read \(No such file"
+    ):
         fingerprint(opened)

@@ -11,16 +11,37 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as save_torch
 
-from gqa_convert.checkpoint.headers import TensorEntry, bits_per_element, build_header, header_bytes, parse_header
+from gqa_convert.checkpoint.headers import (
+    TensorEntry,
+    bits_per_element,
+    build_header,
+    header_bytes,
+    parse_header,
+)
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.helpers.checkpoints import CONFIG, llama_arrays, refused
 
 DTYPES = [
-    *("F4", "F6_E2M3", "F6_E3M2", "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    *(
+        "F4",
+        "F6_E2M3",
+        "F6_E3M2",
+        "BOOL",
+        "U8",
+        "I8",
+        "F8_E5M2",
+        "F8_E4M3",
+        "F8_E8M0",
+        "F8_E4M3FNUZ",
+        "F8_E5M2FNUZ",
+    ),
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "I64", "U64", "F64", "C64"),
 ]
-fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 
 
 def parse_file(raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -29,7 +50,11 @@ def parse_file(raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
 
 
 def as_file(header: bytes | dict[str, Any] | str, data: bytes = b"") -> bytes:
-    raw = header if isinstance(header, bytes) else (header if isinstance(header, str) else json.dumps(header)).encode()
+    raw = (
+        header
+        if isinstance(header, bytes)
+        else (header if isinstance(header, str) else json.dumps(header)).encode()
+    )
     return len(raw).to_bytes(8, "little") + raw + data
 
 
@@ -48,7 +73,9 @@ def files(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
         shape = draw(st.lists(st.integers(0, 4), max_size=4))
         bits = bits_per_element(dtype) * math.prod(shape)
         assume(bits % 8 == 0 and name != "__metadata__")
-        entries.append((name, {"dtype": dtype, "shape": shape, "data_offsets": [at, at + bits // 8]}))
+        entries.append(
+            (name, {"dtype": dtype, "shape": shape, "data_offsets": [at, at + bits // 8]})
+        )
         at += bits // 8
     header: dict[str, Any] = dict(draw(st.permutations(entries)))
     metadata = draw(st.none() | st.dictionaries(words, words))
@@ -59,7 +86,9 @@ def files(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
 
 @fuzz
 @given(files(), st.integers(0, 20), st.booleans())
-def test_valid_files_are_read_as_they_are(file: tuple[dict[str, Any], bytes], padding: int, ascii_only: bool) -> None:
+def test_valid_files_are_read_as_they_are(
+    file: tuple[dict[str, Any], bytes], padding: int, ascii_only: bool
+) -> None:
     header, data = file
     raw = json.dumps(header, ensure_ascii=ascii_only).encode() + b" " * padding
     tensors, metadata = parse_file(as_file(raw, data))
@@ -67,13 +96,19 @@ def test_valid_files_are_read_as_they_are(file: tuple[dict[str, Any], bytes], pa
     found = {}
     for name, entry in tensors.items():
         start = entry.start - 8 - len(raw)
-        found[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, start + entry.nbytes]}
+        found[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + entry.nbytes],
+        }
     assert found == header
 
 
 @fuzz
 @given(
-    st.binary(max_size=120) | json_values | st.fixed_dictionaries({"weight_map": json_values, "metadata": json_values})
+    st.binary(max_size=120)
+    | json_values
+    | st.fixed_dictionaries({"weight_map": json_values, "metadata": json_values})
 )
 @example({"weight_map": {"a": "../x"}})
 @example({"weight_map": {"a": ["model.safetensors"]}})
@@ -103,7 +138,11 @@ def one(**changes: Any) -> dict[str, Any]:
         ("[]", b"", "damaged header (invalid JSON in header"),
         (b"\xff", b"", "damaged header"),
         ("{}", b"1", "damaged header (incomplete metadata, file not fully covered)"),
-        ({"a": F32}, b"123", "is truncated, or has a damaged header (incomplete metadata, file not fully covered)"),
+        (
+            {"a": F32},
+            b"123",
+            "is truncated, or has a damaged header (incomplete metadata, file not fully covered)",
+        ),
         ({"a": F32}, b"12345", "damaged header (incomplete metadata, file not fully covered)"),
         (one(data_offsets=[1, 5]), b"12345", "invalid offset for tensor `a`"),
         ({"a": F32, "b": F32}, b"1234", "invalid offset for tensor `"),
@@ -121,7 +160,9 @@ def test_refused(header: Any, data: bytes, words: str) -> None:
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("raw", [b"", b"\0" * 8, b"\xff" * 8, (1 << 63).to_bytes(8, "little") + b"{}"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\0" * 8, b"\xff" * 8, (1 << 63).to_bytes(8, "little") + b"{}"]
+)
 def test_no_header(raw: bytes) -> None:
     with refused(CorruptCheckpointError, "damaged header"):
         parse_file(raw)
@@ -131,7 +172,10 @@ def test_no_header(raw: bytes) -> None:
 def test_built_as_the_library_does(metadata: dict[str, str] | None) -> None:
     tensors = {name: torch.from_numpy(array) for name, array in llama_arrays(layers=1).items()}
     tensors |= {name: tensor.half() for name, tensor in tensors.items() if "norm" in name}
-    tensors |= {'ünï\u2028/"\\\x01': torch.zeros(0, 3, dtype=torch.int64), "x": torch.ones(3, 5).bfloat16()}
+    tensors |= {
+        'ünï\u2028/"\\\x01': torch.zeros(0, 3, dtype=torch.int64),
+        "x": torch.ones(3, 5).bfloat16(),
+    }
     theirs = save_torch(tensors, metadata)
     described, read = parse_file(theirs)
     assert list(described) != sorted(described)

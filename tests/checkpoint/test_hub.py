@@ -15,7 +15,14 @@ import torch
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
-from tests.helpers.checkpoints import Arrays, by_mean, digests, llama_arrays, write_config, write_llama
+from tests.helpers.checkpoints import (
+    Arrays,
+    by_mean,
+    digests,
+    llama_arrays,
+    write_config,
+    write_llama,
+)
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_server import BROKEN, GATED, HubServer
 
@@ -28,7 +35,9 @@ def large_arrays(seed: int = 0) -> Arrays:
     return llama_arrays(hidden=1200, seed=seed)
 
 
-def convert(url: str, cache: Path, source: str, *arguments: Path | str, words: str = "", **env: str) -> Any:
+def convert(
+    url: str, cache: Path, source: str, *arguments: Path | str, words: str = "", **env: str
+) -> Any:
     """What `convert --json` prints; where words are given, it must fail with an error that holds them.
 
     It runs in a process of its own, with a cache of its own: the Hub's client reads its settings when it is imported.
@@ -42,7 +51,9 @@ def convert(url: str, cache: Path, source: str, *arguments: Path | str, words: s
     }
     command = ["-m", "gqa_convert", "convert", source, *arguments]
     by_mean_in_json = ["--groups", "4", "--method", "mean", "--json"]
-    result = run_python(*command, *by_mean_in_json, environment=dict(os.environ) | settings | env, timeout=600)
+    result = run_python(
+        *command, *by_mean_in_json, environment=dict(os.environ) | settings | env, timeout=600
+    )
     assert "it/s" not in result.stderr  # no progress bars where there is no terminal
     answer = json.loads(result.stdout)
     assert result.returncode == answer.get("exit_code", 0) == (2 if words else 0)
@@ -67,7 +78,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     old = base / "old"
     old.mkdir()
     write_config(old, **config)
-    torch.save({name: torch.from_numpy(array) for name, array in large_arrays().items()}, old / "pytorch_model.bin")
+    torch.save(
+        {name: torch.from_numpy(array) for name, array in large_arrays().items()},
+        old / "pytorch_model.bin",
+    )
     quantised = base / "quantised"
     quantised.mkdir()
     write_config(quantised, quantization_config={"quant_method": "awq"})
@@ -96,12 +110,19 @@ def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-def test_only_headers_travel_for_a_plan(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
-    hub.together = threading.Barrier(3, timeout=30)  # headers of three files, read one after another, never arrive
+def test_only_headers_travel_for_a_plan(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    hub.together = threading.Barrier(
+        3, timeout=30
+    )  # headers of three files, read one after another, never arrive
     plan = convert(hub.url, tmp_path, "org/model", PLAN)
     local = json.loads(json.dumps(make_plan(open_checkpoint(folders["main"]), 4).summary()))
     assert plan["revision"] == hub.commit("org/model", "main")
-    assert {key: plan[key] for key in local} == local | {"source": "org/model", "revision": plan["revision"]}
+    assert {key: plan[key] for key in local} == local | {
+        "source": "org/model",
+        "revision": plan["revision"],
+    }
     shards = sorted(folders["main"].glob("model-*"))
     assert len(shards) == 3
     for path in shards:
@@ -114,11 +135,18 @@ def test_only_headers_travel_for_a_plan(hub: HubServer, folders: dict[str, Path]
 def test_a_branch_a_commit_and_an_id_without_organisation(hub: HubServer, tmp_path: Path) -> None:
     commit = hub.commit("org/model", "dev")
     for revision in ("dev", commit):
-        assert convert(hub.url, tmp_path, "org/model", PLAN, "--revision", revision)["revision"] == commit
-    assert convert(hub.url, tmp_path, "gpt-like", PLAN)["revision"] == hub.commit("gpt-like", "main")
+        assert (
+            convert(hub.url, tmp_path, "org/model", PLAN, "--revision", revision)["revision"]
+            == commit
+        )
+    assert convert(hub.url, tmp_path, "gpt-like", PLAN)["revision"] == hub.commit(
+        "gpt-like", "main"
+    )
 
 
-def test_bin_files_are_downloaded_for_a_plan(hub: HubServer, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_bin_files_are_downloaded_for_a_plan(
+    hub: HubServer, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Their tensors cannot be listed otherwise."""
     assert convert(hub.url, tmp_path, "org/old", PLAN)["weights_format"] == "torch"
     assert hub.sent("pytorch_model.bin") == (folders["old"] / "pytorch_model.bin").stat().st_size
@@ -135,7 +163,12 @@ def test_only_what_is_needed_is_downloaded_at_the_commit_whose_headers_were_read
     assert result["revision"] == hub.commit("org/model", "main")
     source = json.loads((tmp_path / "out" / "gqa_conversion.json").read_bytes())["source"]
     assert (source["id"], source["revision"]) == ("org/model", result["revision"])
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "stray[1].safetensors", "consolidated.00.pth"):
+    for name in (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "stray[1].safetensors",
+        "consolidated.00.pth",
+    ):
         assert hub.sent(name) == 0
     assert (tmp_path / "out" / "sub" / "note.txt").read_text() == "carried"
 
@@ -177,7 +210,9 @@ def test_what_cannot_be_converted_is_not_downloaded(hub: HubServer, tmp_path: Pa
         (BROKEN, "main", "500"),
     ],
 )
-def test_refusals_are_one_line(hub: HubServer, tmp_path: Path, source: str, revision: str, words: str) -> None:
+def test_refusals_are_one_line(
+    hub: HubServer, tmp_path: Path, source: str, revision: str, words: str
+) -> None:
     started = time.monotonic()
     convert(hub.url, tmp_path, source, tmp_path / "out", "--revision", revision, words=words)
     assert not (tmp_path / "out").exists()

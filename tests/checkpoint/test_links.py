@@ -19,9 +19,15 @@ SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 LINKS = {
     "absolute": ("notes.txt", {"notes.txt": "{outside}/key"}),
     "relative": ("notes.txt", {"notes.txt": "../outside/key"}),
-    "to a link that leads out": ("more.txt, notes.txt", {"notes.txt": "more.txt", "more.txt": "{outside}/key"}),
+    "to a link that leads out": (
+        "more.txt, notes.txt",
+        {"notes.txt": "more.txt", "more.txt": "{outside}/key"},
+    ),
     "to a folder": ("notes/", {"notes": "{outside}"}),
-    "through a link to a folder": ("notes.txt, notes/", {"notes": "{outside}", "notes.txt": "notes/key"}),
+    "through a link to a folder": (
+        "notes.txt, notes/",
+        {"notes": "{outside}", "notes.txt": "notes/key"},
+    ),
     "to a hidden file": ("notes.txt", {"notes.txt": ".git/config"}),
 }
 """The links that are named, and where each link of a case leads."""
@@ -52,19 +58,30 @@ def source(tmp_path: Path) -> Path:
 
 
 def holds_secret(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.parametrize("case", LINKS)
-def test_convert_leaves_the_link_out_and_names_it(case: str, source: Path, outside: Path, tmp_path: Path) -> None:
+def test_convert_leaves_the_link_out_and_names_it(
+    case: str, source: Path, outside: Path, tmp_path: Path
+) -> None:
     names = link(case, source, outside)
     done = run("convert", source, tmp_path / "out", "--groups", "3", "--method", "mean")
     assert done.returncode == 0, done.stderr
-    assert f"links to folders and links that lead out of the folder are not copied: {names}" in " ".join(
-        done.stdout.split()
+    assert (
+        f"links to folders and links that lead out of the folder are not copied: {names}"
+        in " ".join(done.stdout.split())
     )
     assert holds_secret(tmp_path / "out") == []
-    assert not {path.name for path in (tmp_path / "out").iterdir()} & {"notes.txt", "more.txt", "notes"}
+    assert not {path.name for path in (tmp_path / "out").iterdir()} & {
+        "notes.txt",
+        "more.txt",
+        "notes",
+    }
     assert verify_checkpoint(tmp_path / "out", source).passed
 
 
@@ -80,7 +97,9 @@ def test_publish_does_not_send_what_a_link_shows(
     (out / "notes.txt").rename(out / name)
     sent = publish(out, PublishOptions("me/gqa-3"), dry_run=True)
     assert name not in {each.path for each in sent.files}
-    warning = next(each for each in sent.warnings if each.startswith("not sent, as links that lead out"))
+    warning = next(
+        each for each in sent.warnings if each.startswith("not sent, as links that lead out")
+    )
     assert name in warning
 
 

@@ -97,7 +97,9 @@ def old(path: Path) -> None:
 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "assets/chat.txt"])
-def test_a_file_of_the_same_size_that_is_older(source: Path, tmp_path: Path, name: str, hashed: bool) -> None:
+def test_a_file_of_the_same_size_that_is_older(
+    source: Path, tmp_path: Path, name: str, hashed: bool
+) -> None:
     """Trained weights, or an edited tokenizer, that `cp -p` or `mv` put in the place of ours."""
     for put in (shutil.copy2, os.rename):
         out = tmp_path / f"out-{put.__name__}"
@@ -123,7 +125,9 @@ def test_a_file_that_was_written_to_in_place(source: Path, tmp_path: Path, hashe
 
 
 @pytest.mark.parametrize("hashed", [False, True])
-def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(source: Path, tmp_path: Path, hashed: bool) -> None:
+def test_a_copy_of_a_result_is_ours_where_its_weights_have_hashes(
+    source: Path, tmp_path: Path, hashed: bool
+) -> None:
     by_mean(source, tmp_path / "out", 4, hash_weights=hashed)
     copy = shutil.copytree(tmp_path / "out", tmp_path / "copy")
     if hashed:

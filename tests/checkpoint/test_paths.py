@@ -9,7 +9,9 @@ from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.errors import OptionError
 
 
-def test_the_cache_is_in_the_stated_folder_or_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_stated_folder_or_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder() == Path("/home/somebody/.cache/gqa-convert")

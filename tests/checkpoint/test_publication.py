@@ -21,7 +21,13 @@ from gqa_convert.checkpoint.publication import staged_folder, sweep
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import CorruptCheckpointError, GQAConvertError, InterruptedRunError, NoSpaceError, OutputError
+from gqa_convert.errors import (
+    CorruptCheckpointError,
+    GQAConvertError,
+    InterruptedRunError,
+    NoSpaceError,
+    OutputError,
+)
 from tests.helpers.checkpoints import by_mean, digests, llama_arrays, refused, write_llama
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
@@ -45,7 +51,9 @@ def leftovers(folder: Path) -> list[str]:
 
 
 class TestDestination:
-    def test_overwrite_replaces_everything_and_nothing_else_does(self, source: Path, out: Path, tmp_path: Path) -> None:
+    def test_overwrite_replaces_everything_and_nothing_else_does(
+        self, source: Path, out: Path, tmp_path: Path
+    ) -> None:
         by_mean(source, tmp_path / "reference")
         by_mean(write_llama(tmp_path / "other", shards=2), out, 3)
         before = digests(out, ignore=())
@@ -58,13 +66,23 @@ class TestDestination:
         assert leftovers(tmp_path) == []
 
     @pytest.mark.parametrize("overwrite", [False, True])
-    def test_the_source_and_its_neighbourhood(self, source: Path, tmp_path: Path, overwrite: bool) -> None:
+    def test_the_source_and_its_neighbourhood(
+        self, source: Path, tmp_path: Path, overwrite: bool
+    ) -> None:
         before = digests(tmp_path)
         (tmp_path / "link").symlink_to(source)
         (tmp_path / "config.json").write_text("{}")
-        inside = (source, source / ".." / "source", tmp_path / "link", tmp_path / "link" / "sub", source / "a" / "b")
+        inside = (
+            source,
+            source / ".." / "source",
+            tmp_path / "link",
+            tmp_path / "link" / "sub",
+            source / "a" / "b",
+        )
         for place in (*inside, tmp_path, Path("/")):
-            with refused(OutputError, f"{place} is the source {source}, lies inside it or contains it"):
+            with refused(
+                OutputError, f"{place} is the source {source}, lies inside it or contains it"
+            ):
                 by_mean(source, place, overwrite=overwrite)
         (tmp_path / "config.json").unlink()
         (tmp_path / "link").unlink()
@@ -79,7 +97,9 @@ class TestDestination:
             by_mean(source, out, overwrite=True)
 
     @pytest.mark.parametrize("overwrite", [False, True])
-    def test_links_and_files(self, source: Path, out: Path, tmp_path: Path, overwrite: bool) -> None:
+    def test_links_and_files(
+        self, source: Path, out: Path, tmp_path: Path, overwrite: bool
+    ) -> None:
         (tmp_path / "elsewhere").mkdir()
         for target in ("elsewhere", "nowhere", "out"):
             out.symlink_to(target)
@@ -120,7 +140,9 @@ class TestDestination:
         finally:
             os.umask(previous)
         assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
-        assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o640}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {
+            0o640
+        }
 
 
 def _fail(monkeypatch: pytest.MonkeyPatch, problem: BaseException) -> None:
@@ -164,13 +186,17 @@ class TestFailure:
         with pytest.raises(type(problem)) if kind is None else refused(kind):
             by_mean(source, out, overwrite=True)
         assert digests(out.parent) == before
-        assert sorted(path.name for path in out.parent.iterdir()) == (["out", "source"] if old else ["source"])
+        assert sorted(path.name for path in out.parent.iterdir()) == (
+            ["out", "source"] if old else ["source"]
+        )
 
     def test_missing_parents_are_made(self, source: Path, tmp_path: Path) -> None:
         by_mean(source, tmp_path / "a" / "b" / "out")
         assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
 
-    def test_too_little_space_is_seen_before(self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_space_is_seen_before(
+        self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         with refused(NoSpaceError, "has 1,000 free", "make room"):
             by_mean(source, out)
@@ -195,9 +221,15 @@ class TestFailure:
     def test_a_shard_that_changes_meanwhile(self, source: Path, out: Path, change: str) -> None:
         last = source / "model-00003-of-00003.safetensors"
         good = last.read_bytes()
-        bad = {"another byte": good[:-1] + b"x", "shorter": good[: len(good) // 2], "longer": good + b"x"}[change]
+        bad = {
+            "another byte": good[:-1] + b"x",
+            "shorter": good[: len(good) // 2],
+            "longer": good + b"x",
+        }[change]
         with refused(CorruptCheckpointError, last.name):
-            convert_checkpoint(source, out, 4, on_plan=lambda _: (time.sleep(0.02), last.write_bytes(bad))[0])
+            convert_checkpoint(
+                source, out, 4, on_plan=lambda _: (time.sleep(0.02), last.write_bytes(bad))[0]
+            )
         last.write_bytes(good)
         with refused(CorruptCheckpointError, "changed"):
             convert_checkpoint(source, out, 4, progress=_late(lambda: os.utime(last)))
@@ -241,7 +273,12 @@ class TestSweep:
             assert list(tmp_path.iterdir()) == []
 
     def test_what_looks_alike_stays(self, tmp_path: Path) -> None:
-        names = ["x.gqa-convert-01234567", ".x.gqa-convert-0123456", ".x.gqa-convert-0123456g", ".gqa-convert-01234567"]
+        names = [
+            "x.gqa-convert-01234567",
+            ".x.gqa-convert-0123456",
+            ".x.gqa-convert-0123456g",
+            ".gqa-convert-01234567",
+        ]
         for name in names:
             (tmp_path / name).mkdir()
             (tmp_path / f"{name}.lock").touch()
@@ -251,7 +288,9 @@ class TestSweep:
         assert len(list(tmp_path.iterdir())) == 2 * len(names) + 2
         sweep(tmp_path / "nowhere")
 
-    def test_a_sweep_that_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_sweep_that_comes_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A sweep may take a run's lock before the run does, and removes the file when it lets go."""
         lock = publication.try_lock
         calls = []
@@ -284,7 +323,10 @@ class TestSweep:
         flock = fcntl.flock
 
         def limited(handle: int, operation: int) -> None:
-            if lockable == "nothing" or fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            if (
+                lockable == "nothing"
+                or fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            ):
                 raise OSError(errno.EBADF, "Bad file descriptor")
             flock(handle, operation)
 
@@ -348,7 +390,10 @@ class TestSweep:
         by_mean(source, out, 3)
         old = digests(out)
         monkeypatch.setattr(publication, "_RENAME_EXCHANGE", 1 << 20)
-        monkeypatch.setattr("gqa_convert.conversion.run.prepare_layers", lambda *_: pytest.fail("the work has begun"))
+        monkeypatch.setattr(
+            "gqa_convert.conversion.run.prepare_layers",
+            lambda *_: pytest.fail("the work has begun"),
+        )
         with refused(OutputError, "cannot exchange it for the new one in one step"):
             by_mean(source, out, overwrite=True)
         assert digests(out) == old
@@ -362,7 +407,9 @@ def interrupt() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("act", [die, interrupt])
-def test_stopped_at_every_file_event(source: Path, out: Path, act: Callable[[], None], overwrite: bool) -> None:
+def test_stopped_at_every_file_event(
+    source: Path, out: Path, act: Callable[[], None], overwrite: bool
+) -> None:
     """OUT is the earlier result or the new one, or nothing; and the next run leaves nothing of the one that was stopped."""
     by_mean(source, out.parent / "new")
     new = digests(out.parent / "new")
@@ -380,7 +427,9 @@ def test_stopped_at_every_file_event(source: Path, out: Path, act: Callable[[], 
             by_mean(source, out, overwrite=overwrite)
 
         status, _ = in_child(run)
-        assert status in (0, -signal.SIGKILL if act is die else InterruptedRunError.exit_code), number
+        assert status in (0, -signal.SIGKILL if act is die else InterruptedRunError.exit_code), (
+            number
+        )
         found = digests(out) if out.exists() else None
         assert found in (new, old), number
         assert found != new or (out / "gqa_conversion.json").is_file()

@@ -61,7 +61,9 @@ def single(tmp_path: Path) -> Path:
 def edit_index(folder: Path, **changes: Any) -> None:
     """Set entries of the weight map; None removes one."""
     weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"] | changes
-    write_index(folder / INDEX, {name: file for name, file in weight_map.items() if file is not None})
+    write_index(
+        folder / INDEX, {name: file for name, file in weight_map.items() if file is not None}
+    )
 
 
 class TestRead:
@@ -69,7 +71,9 @@ class TestRead:
         one, three, arrays = open_checkpoint(single), open_checkpoint(str(sharded)), llama_arrays()
         assert [shard.file for shard in one.shards] == ["model.safetensors"]
         assert [shard.file for shard in three.shards] == [FIRST, SECOND, THIRD]
-        assert one.weight_bytes == three.weight_bytes == sum(array.nbytes for array in arrays.values())
+        assert (
+            one.weight_bytes == three.weight_bytes == sum(array.nbytes for array in arrays.values())
+        )
         assert one.index_metadata is None
         assert three.index_metadata == {"total_size": three.weight_bytes}
         assert one.carried == ("tokenizer.json",)
@@ -79,7 +83,9 @@ class TestRead:
                 raw = (folder / checkpoint.shards[number].file).read_bytes()
                 assert raw[entry.start : entry.start + entry.nbytes] == arrays[name].tobytes()
 
-    def test_a_single_file_goes_before_an_index_as_in_transformers(self, sharded: Path, tmp_path: Path) -> None:
+    def test_a_single_file_goes_before_an_index_as_in_transformers(
+        self, sharded: Path, tmp_path: Path
+    ) -> None:
         other = llama_arrays(seed=5)
         write_llama(sharded, arrays=other)
         assert [shard.file for shard in open_checkpoint(sharded).shards] == ["model.safetensors"]
@@ -100,7 +106,9 @@ class TestRead:
         assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
         assert same_weights(tmp_path / "out", tmp_path / "expected")
 
-    def test_a_path_goes_before_a_hub_id(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_path_goes_before_a_hub_id(
+        self, single: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(single.parent)
         assert open_checkpoint("single").folder is not None
         refuses("single", SourceNotFoundError, "omit --revision", revision="main")
@@ -131,7 +139,17 @@ def test_weights_in_other_formats_stay_behind(sharded: Path, tmp_path: Path) -> 
 
 class TestIndex:
     @pytest.mark.parametrize(
-        "file", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "", None, 3, ["x"], "config.json"]
+        "file",
+        [
+            "../x.safetensors",
+            "/etc/x.safetensors",
+            "a/x.safetensors",
+            "",
+            None,
+            3,
+            ["x"],
+            "config.json",
+        ],
     )
     def test_what_is_no_weight_file_of_the_folder(self, sharded: Path, file: Any) -> None:
         (sharded / "a").mkdir()
@@ -139,7 +157,12 @@ class TestIndex:
             shutil.copy(sharded / FIRST, folder / "x.safetensors")
         index = json.loads((sharded / INDEX).read_bytes())
         write_index(sharded / INDEX, index["weight_map"] | {"model.norm.weight": file})
-        refuses(sharded, CorruptCheckpointError, "model.norm.weight", "not a .safetensors file in this folder")
+        refuses(
+            sharded,
+            CorruptCheckpointError,
+            "model.norm.weight",
+            "not a .safetensors file in this folder",
+        )
 
     @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
     def test_a_truncated_shard(self, sharded: Path, keep: int) -> None:
@@ -157,7 +180,9 @@ class TestIndex:
     def test_a_tensor_in_two_shards(self, sharded: Path) -> None:
         first, second, _ = split(list(llama_arrays()), 3)
         arrays = llama_arrays()
-        save_file({name: torch.from_numpy(arrays[name]) for name in [first[0], *second]}, sharded / SECOND)
+        save_file(
+            {name: torch.from_numpy(arrays[name]) for name in [first[0], *second]}, sharded / SECOND
+        )
         refuses(sharded, CorruptCheckpointError, first[0], "twice", FIRST, SECOND)
 
     def test_a_promise_that_is_not_kept(self, sharded: Path) -> None:
@@ -218,7 +243,14 @@ def test_a_type_that_from_pretrained_does_not_know(single: Path, key: str) -> No
         ({"text_config": {"compression_config": {"format": "pack"}}}, "unnamed method"),
         ({"quantization_config": "int8"}, "int8"),
         ({"quantization": {"bits": 4, "group_size": 64}}, "unnamed method"),
-        ({"quantization_config": None, "quantization": "none", "text_config": {"quantization_config": None}}, None),
+        (
+            {
+                "quantization_config": None,
+                "quantization": "none",
+                "text_config": {"quantization_config": None},
+            },
+            None,
+        ),
     ],
 )
 def test_a_quantised_config(single: Path, changes: dict[str, Any], method: str | None) -> None:
@@ -251,11 +283,16 @@ class TestTensors:
         }
         folder = write_llama(tmp_path / "wrapped", arrays=arrays)
         refuses(folder, UnsupportedFormatError, wrapper, prefix, "save_pretrained")
-        missing = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1]["missing_keys"]
+        missing = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)[1][
+            "missing_keys"
+        ]
         assert any("layers.0.self_attn" in name for name in missing)
 
     def test_an_adapter_that_is_not_merged(self, tmp_path: Path) -> None:
-        arrays = {name.replace("q_proj.", "q_proj.base_layer."): array for name, array in llama_arrays().items()}
+        arrays = {
+            name.replace("q_proj.", "q_proj.base_layer."): array
+            for name, array in llama_arrays().items()
+        }
         folder = write_llama(tmp_path / "wrapped", arrays=arrays)
         refuses(folder, UnsupportedFormatError, "PEFT", "base_layer", "merge_and_unload")
 
@@ -276,23 +313,42 @@ class TestTensors:
     )
     def test_quantised(self, single: Path, name: str, dtype: str) -> None:
         full = f"model.layers.0.{name}"
-        save_file({full: torch.ones(96, 60).to(getattr(torch, dtype))}, single / "model.safetensors")
+        save_file(
+            {full: torch.ones(96, 60).to(getattr(torch, dtype))}, single / "model.safetensors"
+        )
         refuses(single, UnsupportedFormatError, full, "quantised")
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976576152\n"
 WHOLE = {"config.json": json.dumps(CONFIG)}
 ADAPTER = {"adapter_config.json": "{}", "adapter_model.safetensors": "{}"}
-FP8 = {"config.json": json.dumps(CONFIG | {"quantization_config": {"quant_method": "fp8"}}), "model.safetensors": "{}"}
+FP8 = {
+    "config.json": json.dumps(CONFIG | {"quantization_config": {"quant_method": "fp8"}}),
+    "model.safetensors": "{}",
+}
 SHARDS = [f"pytorch_model-{number:05d}-of-00003.bin" for number in (1, 2, 3)]
-TORCH_INDEX = json.dumps({"metadata": {}, "weight_map": {f"t{number}": file for number, file in enumerate(SHARDS)}})
+TORCH_INDEX = json.dumps(
+    {"metadata": {}, "weight_map": {f"t{number}": file for number, file in enumerate(SHARDS)}}
+)
 FORMAT, NOT_FOUND, CORRUPT = UnsupportedFormatError, SourceNotFoundError, CorruptCheckpointError
 
 REFUSED: dict[str, tuple[dict[str, str], type[GQAConvertError], str]] = {
-    "a LoRA adapter": (ADAPTER | {"tokenizer.json": "{}"}, FORMAT, "holds an adapter (adapter_config.json)"),
-    "an adapter beside its base": (WHOLE | {"model.safetensors": "{}"} | ADAPTER, FORMAT, "holds an adapter ("),
+    "a LoRA adapter": (
+        ADAPTER | {"tokenizer.json": "{}"},
+        FORMAT,
+        "holds an adapter (adapter_config.json)",
+    ),
+    "an adapter beside its base": (
+        WHOLE | {"model.safetensors": "{}"} | ADAPTER,
+        FORMAT,
+        "holds an adapter (",
+    ),
     "FP8": (FP8, FORMAT, "or one that transformers has dequantised"),
-    "GGUF": (WHOLE | {"model-Q4_K_M.gguf": "{}"}, NOT_FOUND, "holds no weights that transformers loads by default"),
+    "GGUF": (
+        WHOLE | {"model-Q4_K_M.gguf": "{}"},
+        NOT_FOUND,
+        "holds no weights that transformers loads by default",
+    ),
     "a trainer's folder": (
         {"checkpoint-500/model.safetensors": "{}", "checkpoint-1000/pytorch_model.bin": "{}"},
         NOT_FOUND,
@@ -336,7 +392,11 @@ def test_folders_without_a_checkpoint_to_convert(name: str, tmp_path: Path) -> N
 
 class TestPaths:
     def test_a_file(self, single: Path) -> None:
-        refuses(single / "model.safetensors", SourceNotFoundError, "is a file: name the folder that holds config.json")
+        refuses(
+            single / "model.safetensors",
+            SourceNotFoundError,
+            "is a file: name the folder that holds config.json",
+        )
 
     @pytest.mark.parametrize("target", ["nowhere", "model.safetensors"])
     def test_a_link_to_nothing(self, single: Path, target: str) -> None:
@@ -346,13 +406,24 @@ class TestPaths:
 
     @pytest.mark.parametrize(
         "path",
-        ["~nobody-of-this-name/model", "x" * 5000, "a\0b", "/nowhere/at/all", "./nowhere", "a/b/c", "ä b", "s3://a/b"],
+        [
+            "~nobody-of-this-name/model",
+            "x" * 5000,
+            "a\0b",
+            "/nowhere/at/all",
+            "./nowhere",
+            "a/b/c",
+            "ä b",
+            "s3://a/b",
+        ],
     )
     def test_paths_to_nothing(self, path: str) -> None:
         with pytest.raises(SourceNotFoundError):
             open_checkpoint(path)
 
-    def test_a_file_that_may_not_be_read(self, single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_may_not_be_read(
+        self, single: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def denied(path: Path, *_: Any) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 

@@ -57,7 +57,9 @@ def check_conversion(source: Path, state: State, shards: int = 1) -> None:
     wanted, found = digests(base / "expected"), digests(base / "out")
     assert found.keys() == wanted.keys()
     differing = {name for name in found if found[name] != wanted[name]}
-    assert all(name.endswith(".safetensors") for name in differing), "tensors have their order in the source"
+    assert all(name.endswith(".safetensors") for name in differing), (
+        "tensors have their order in the source"
+    )
     assert same_weights(base / "out", base / "expected")
 
 
@@ -83,15 +85,22 @@ class TestRead:
     def test_tied_and_shared_tensors(self, tmp_path: Path) -> None:
         state = llama_state()
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        norms = torch.stack([state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"]])
-        state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"] = norms[0], norms[1]
+        norms = torch.stack(
+            [state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"]]
+        )
+        state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"] = (
+            norms[0],
+            norms[1],
+        )
         check_conversion(write_bin(tmp_path / "bin", state), state)
 
     @pytest.mark.parametrize("kind", ["transposed", "expanded"])
     def test_tensors_whose_numbers_lie_in_another_order(self, tmp_path: Path, kind: str) -> None:
         state = llama_state()
         name = "model.layers.1.self_attn.k_proj.weight"
-        state[name] = state[name].T.contiguous().T if kind == "transposed" else state[name][:1].expand(96, -1)
+        state[name] = (
+            state[name].T.contiguous().T if kind == "transposed" else state[name][:1].expand(96, -1)
+        )
         assert not state[name].is_contiguous()
         check_conversion(write_bin(tmp_path / "bin", state), state)
 
@@ -121,7 +130,9 @@ class TestRead:
         source = write_bin(tmp_path / "bin", llama_state())
         options = ConversionOptions(method="mean")
         with refused(CorruptCheckpointError, SINGLE, "changed"):
-            convert_checkpoint(source, tmp_path / "out", 4, options, progress=lambda _: os.utime(source / SINGLE))
+            convert_checkpoint(
+                source, tmp_path / "out", 4, options, progress=lambda _: os.utime(source / SINGLE)
+            )
         assert not (tmp_path / "out").exists()
 
     def test_safetensors_go_first(self, tmp_path: Path) -> None:
@@ -153,9 +164,11 @@ class TestRefuse:
     def test_code_is_never_run(self, tmp_path: Path, place: str, legacy: bool) -> None:
         canary = tmp_path / "canary"
         bomb: Any = _Canary(canary)
-        state: Any = {"beside tensors": llama_state() | {"x": bomb}, "as a tensor's name": {bomb: 1}, "alone": bomb}[
-            place
-        ]
+        state: Any = {
+            "beside tensors": llama_state() | {"x": bomb},
+            "as a tensor's name": {bomb: 1},
+            "alone": bomb,
+        }[place]
         source = write_bin(tmp_path / "bin", state, _use_new_zipfile_serialization=not legacy)
         refuses(source, CorruptCheckpointError, "never run")
         with pytest.raises(GQAConvertError):
@@ -167,7 +180,9 @@ class TestRefuse:
     @pytest.mark.parametrize("legacy", [False, True])
     @pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
     def test_a_truncated_file(self, tmp_path: Path, part: float, legacy: bool) -> None:
-        source = write_bin(tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=not legacy)
+        source = write_bin(
+            tmp_path / "bin", llama_state(), _use_new_zipfile_serialization=not legacy
+        )
         os.truncate(source / SINGLE, int((source / SINGLE).stat().st_size * part))
         with pytest.raises(GQAConvertError) as caught:
             by_mean(source, tmp_path / "out", 4)
@@ -176,7 +191,15 @@ class TestRefuse:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
     @pytest.mark.parametrize(
-        "raw", [b"", b"PK", b"\x80\x02}q\x00.", b"not a pickle", b"PK\x05\x06" + b"\0" * 18, b"<html>\n</html>\n"]
+        "raw",
+        [
+            b"",
+            b"PK",
+            b"\x80\x02}q\x00.",
+            b"not a pickle",
+            b"PK\x05\x06" + b"\0" * 18,
+            b"<html>\n</html>\n",
+        ],
     )
     def test_something_else(self, tmp_path: Path, raw: bytes) -> None:
         source = write_bin(tmp_path / "bin", {})

@@ -37,10 +37,19 @@ def test_the_first_help_fits_one_screen_and_names_the_nine_commands() -> None:
     assert max(map(len, lines)) <= 100
     assert "--calibration text.txt" in shown
     listed = [line.split()[0] for line in lines[lines.index("Commands:") + 1 :] if line[2:3] != " "]
-    assert " ".join(listed) == "inspect convert verify uptrain evaluate benchmark check-serving publish demo"
+    assert (
+        " ".join(listed)
+        == "inspect convert verify uptrain evaluate benchmark check-serving publish demo"
+    )
 
 
-OTHER_NAMES = {"json": "as_json", "with": "earlier", "license": "licence", "hash": "hash_weights", "help": "help"}
+OTHER_NAMES = {
+    "json": "as_json",
+    "with": "earlier",
+    "license": "licence",
+    "hash": "hash_weights",
+    "help": "help",
+}
 """Parameters whose names differ from their options': words of Python, and shadowed or less clear names."""
 
 
@@ -52,7 +61,9 @@ def test_an_option_sets_the_parameter_of_its_name(command: str) -> None:
         names = {name.lstrip("-") for name in parameter.opts if name.startswith("--")}
         expected = {OTHER_NAMES.get(name, name.replace("-", "_")) for name in names}
         assert not names or expected == {parameter.name}
-        assert parameter.name == "help" or parameter.help, f"{command}: {parameter.name} has no help"
+        assert parameter.name == "help" or parameter.help, (
+            f"{command}: {parameter.name} has no help"
+        )
 
 
 def test_a_mistake_points_to_the_help_of_its_command() -> None:
@@ -60,9 +71,15 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("convert", "x", "--gruops", "3"), "see gqa-convert convert --help")
     assert_mistake(run("frobnicate"), "see gqa-convert --help")
     assert_mistake(run("inspct"), "Did you mean 'inspect'? See gqa-convert --help")
-    assert_mistake(run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid")
-    assert_mistake(run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1")
-    assert_mistake(run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not a whole number above 0")
+    assert_mistake(
+        run("inspect", "x", "--max-loss-increase", "low"), "'--max-loss-increase': 'low'", "valid"
+    )
+    assert_mistake(
+        run("inspect", "x", "--max-loss-increase", "-0.1"), "--max-loss-increase", "-0.1"
+    )
+    assert_mistake(
+        run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not a whole number above 0"
+    )
 
 
 def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
@@ -114,12 +131,27 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("convert", "{source}", "--groups", "5", "--dry-run"), ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
-        (("convert", "{source}", "--groups", "0", "--dry-run"), ("--groups", "'0' is not a whole number above 0")),
+        (
+            ("convert", "{source}", "--groups", "5", "--dry-run"),
+            ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12"),
+        ),
+        (
+            ("convert", "{source}", "--groups", "0", "--dry-run"),
+            ("--groups", "'0' is not a whole number above 0"),
+        ),
         (("convert", "{source}", "--dry-run"), ("either --groups", "--kv-budget")),
-        (("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"), ("median", "mean")),
-        (("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"), ("local folder", "--revision")),
-        (("convert", "{missing}", "--groups", "3", "--dry-run"), ("neither a local folder nor a Hub id",)),
+        (
+            ("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"),
+            ("median", "mean"),
+        ),
+        (
+            ("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"),
+            ("local folder", "--revision"),
+        ),
+        (
+            ("convert", "{missing}", "--groups", "3", "--dry-run"),
+            ("neither a local folder nor a Hub id",),
+        ),
         (("convert", "{source}/config.json", "--groups", "3", "--dry-run"), ("is a file",)),
         (("convert", "{source}", "{source}", "--groups", "3"), ("is the source ",)),
         (("convert", "{source}", "--groups", "3"), ("OUT",)),
@@ -130,7 +162,9 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
 def test_mistakes_get_one_line(
     source: Path, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    filled = [part.format(source=source, missing=tmp_path / "a" / "b" / "nowhere") for part in arguments]
+    filled = [
+        part.format(source=source, missing=tmp_path / "a" / "b" / "nowhere") for part in arguments
+    ]
     before = sorted(source.rglob("*"))
     assert_mistake(run(*filled), *words)
     assert sorted(source.rglob("*")) == before
@@ -140,7 +174,16 @@ def test_mistakes_get_one_line(
 def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
     """The bar is drawn on a terminal's stderr and nowhere else."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "gqa_convert", "convert", str(source), str(tmp_path / "out"), "--groups", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "gqa_convert",
+        "convert",
+        str(source),
+        str(tmp_path / "out"),
+        "--groups",
+        "4",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
     ) as process:
@@ -175,8 +218,12 @@ sys.argv = ["gqa-convert"]
 """
     ending = "from gqa_convert.cli.running import run; run(app)"
     if place.endswith("stopping"):
-        ending = "from gqa_convert.training.stopping import StopRequests\nwith StopRequests(): app()"
-    done = subprocess.run([sys.executable, "-c", code + ending], capture_output=True, text=True, check=False)
+        ending = (
+            "from gqa_convert.training.stopping import StopRequests\nwith StopRequests(): app()"
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", code + ending], capture_output=True, text=True, check=False
+    )
     assert done.stdout.split("\n")[:3] == ["True", "False", "goes on"], done.stderr
     assert done.returncode == 0
 
@@ -198,10 +245,19 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
         "convert.write_weights = waiting\n"
         "cli.main()"
     )
-    arguments = ["convert", str(write_llama(source)), str(tmp_path / "out"), "--groups", "3", str(tmp_path / "pipe")]
+    arguments = [
+        "convert",
+        str(write_llama(source)),
+        str(tmp_path / "out"),
+        "--groups",
+        "3",
+        str(tmp_path / "pipe"),
+    ]
     command = [sys.executable, "-c", script, *arguments]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
         (tmp_path / "pipe").open("wb"),  # opens once the other side has
     ):
         process.send_signal(number)

@@ -45,7 +45,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_work_of_an_earlier_process_does_not_count(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_of_an_earlier_process_does_not_count(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A resumed run begins at half of its steps: the pace is that of the rest."""
     with progress.ProgressScreen() as screen:
         screen.show("fitting", 50, 100)
@@ -125,15 +127,38 @@ def test_a_long_step_is_told_of_again_without_a_terminal(
 
 
 def test_numbers_of_tokens_are_read_and_printed_in_powers_of_1000() -> None:
-    read = {"4096": 4096, "4k": 4000, "4K": 4000, "1.5k": 1500, "2M": 2_000_000, "1B": 10**9, "1_000": 1000}
+    read = {
+        "4096": 4096,
+        "4k": 4000,
+        "4K": 4000,
+        "1.5k": 1500,
+        "2M": 2_000_000,
+        "1B": 10**9,
+        "1_000": 1000,
+    }
     for text, number in read.items():
         assert count(text) == number
     assert counts("512,4k") == [512, 4000]
     for text in ("", "k", "4q", "1.5", "0.0001k", "4k,8k"):
         with pytest.raises(typer.BadParameter, match="write it like 8, 4096, 4k or 2M"):
             count(text)
-    shown = {0: "0", 512: "512", 999: "999", 1000: "1k", 4096: "4.1k", 24_576: "24.6k", 131_072: "131k"}
-    shown |= {999_499: "999k", 999_500: "1M", 2_000_000: "2M", 20_004_864: "20M", 10**10: "10B", 15 * 10**12: "15T"}
+    shown = {
+        0: "0",
+        512: "512",
+        999: "999",
+        1000: "1k",
+        4096: "4.1k",
+        24_576: "24.6k",
+        131_072: "131k",
+    }
+    shown |= {
+        999_499: "999k",
+        999_500: "1M",
+        2_000_000: "2M",
+        20_004_864: "20M",
+        10**10: "10B",
+        15 * 10**12: "15T",
+    }
     for number, text in shown.items():
         assert tokens_text(number) == text
 
@@ -144,9 +169,20 @@ def test_cells_stay_whole_however_narrow_a_terminal_is(
 ) -> None:
     """Real names and shapes: of Whisper, of T5, and of an evaluation with KL."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    change = {"before": "[1280, 1280]", "after": "[1280, 320]", "type": "BF16", "method": "factor", "layers": "32"}
+    change = {
+        "before": "[1280, 1280]",
+        "after": "[1280, 320]",
+        "type": "BF16",
+        "method": "factor",
+        "layers": "32",
+    }
     names = ("layer.1.EncDecAttention.k.weight", "encoder_attn.out_proj.weight")
-    losses = {"K/V/token": "524.3 kB", "loss": "2.4712 ±0.0213", "bits/byte": "0.7312", "KL": "0.1721 ±0.0034"}
+    losses = {
+        "K/V/token": "524.3 kB",
+        "loss": "2.4712 ±0.0213",
+        "bits/byte": "0.7312",
+        "KL": "0.1721 ±0.0034",
+    }
     difference = {"model": "Llama-2-7b-gqa8", "difference": "+0.1187 ±0.0031"}
     for rows in ([{"tensor": name, **change} for name in names], [difference | losses]):
         show_table("", rows)
@@ -178,11 +214,12 @@ def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
 
 def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     """A command of the shell in which `plan` stands for this program's, with pipes whose first failure counts."""
-    command = (
-        f'plan() {{ "{sys.executable}" -m gqa_convert convert "$1" --groups 4 --dry-run; }}; set -o pipefail; {words}'
-    )
+    command = f'plan() {{ "{sys.executable}" -m gqa_convert convert "$1" --groups 4 --dry-run; }}; set -o pipefail; {words}'
     return subprocess.run(
-        ["bash", "-c", command, "bash", *map(str, arguments)], capture_output=True, text=True, check=False
+        ["bash", "-c", command, "bash", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -209,7 +246,14 @@ def test_what_transformers_would_report_is_one_line(tmp_path: Path) -> None:
             f"gqa-convert: {model} has no fitting tensor for model.norm.weight (1 in all): convert or fetch it again\n"
         )
     assert json.loads(broken.stdout)["exit_code"] == 2
-    save_file(tensors | {"model.norm.weight": norm[1:]}, model / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"model.norm.weight": norm[1:]},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     broken = run("evaluate", model, "--data", tmp_path / "text.txt")
-    assert f"model.norm.weight, which is [{len(norm) - 1}] where the model needs [{len(norm)}]" in broken.stderr
+    assert (
+        f"model.norm.weight, which is [{len(norm) - 1}] where the model needs [{len(norm)}]"
+        in broken.stderr
+    )
     assert broken.stderr.count("\n") == 1

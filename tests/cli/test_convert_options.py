@@ -49,13 +49,25 @@ def test_the_cross_attention_cache_of_a_plan(
         caches = caches_at_context(plan, None, 2)
         show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
         before = 2 * plan.kv_cache_bytes("cross").before * context
-        assert caches["cross_kv_cache"] == {"tokens": context, "batch": 2, "before": before, "after": before // 4}
+        assert caches["cross_kv_cache"] == {
+            "tokens": context,
+            "batch": 2,
+            "before": before,
+            "after": before // 4,
+        }
         shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-        (row,) = [" ".join(words) for words in shown if words[:2] == ["cross", "cache"] and words[2] == "at"]
+        (row,) = [
+            " ".join(words)
+            for words in shown
+            if words[:2] == ["cross", "cache"] and words[2] == "at"
+        ]
         assert row.startswith(f"cross cache at {label} tokens, batch 2 ")
         assert row.endswith(" 0.250")
     rows = [(words[0], words[-1]) for words in shown if "k.weight" in " ".join(words)]
-    assert rows == [("layer.0.SelfAttention.k.weight", "5"), ("layer.1.EncDecAttention.k.weight", "2")]
+    assert rows == [
+        ("layer.0.SelfAttention.k.weight", "5"),
+        ("layer.1.EncDecAttention.k.weight", "2"),
+    ]
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -63,23 +75,45 @@ def test_mistakes(tmp_path: Path) -> None:
     for arguments, words in (
         (["-n", "3", "-m", "fit"], ["--calibration", "factor"]),
         (["-n", "3", "-m", "mean", "-c", __file__], ["--calibration", "mean", "fit"]),
-        (["-n", "3", "-m", "mean", "--device", "cpu"], ["--device cpu is of no use to --method mean"]),
+        (
+            ["-n", "3", "-m", "mean", "--device", "cpu"],
+            ["--device cpu is of no use to --method mean"],
+        ),
         (["-n", "3", "-c", "nofile.txt", "--dry-run"], ["nofile.txt does not exist"]),
         (
             ["-n", "3", "-m", "factor", "--calibration-length", "64"],
             ["--calibration-length 64", "needs calibration text"],
         ),
         (["-n", "3", "--calibration-tokens", "500"], ["--calibration-tokens 500", "--calibration"]),
-        (["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"], ["--kl-steps 5", "factor", "fit"]),
+        (
+            ["-n", "3", "-m", "factor", "-c", __file__, "--kl-steps", "5"],
+            ["--kl-steps 5", "factor", "fit"],
+        ),
         (["-n", "3", "-c", __file__, "--kl-steps", "-1"], ["--kl-steps is -1, expected 0 or more"]),
         (
-            ["-n", "3", "-c", __file__, "--calibration-tokens", "90000", "--kl-steps", "5", "--no-mix"],
+            [
+                "-n",
+                "3",
+                "-c",
+                __file__,
+                "--calibration-tokens",
+                "90000",
+                "--kl-steps",
+                "5",
+                "--no-mix",
+            ],
             ["--kl-steps 5", "more text"],
         ),
         (["-n", "3", "-c", str(tmp_path / "none.txt")], ["none.txt"]),
         (["-n", "2", "-c", "t.txt", "--device", "cuda:99"], ["--device is cuda:99, and"]),
-        (["-n", "2", "-c", "t.txt", "--device", "cpu,cpu"], ["--device 'cpu,cpu' is neither the CPU nor a GPU"]),
-        (["-n", "2", "-c", "t.txt", "--device", "meta"], ["--device 'meta' is neither the CPU nor a GPU"]),
+        (
+            ["-n", "2", "-c", "t.txt", "--device", "cpu,cpu"],
+            ["--device 'cpu,cpu' is neither the CPU nor a GPU"],
+        ),
+        (
+            ["-n", "2", "-c", "t.txt", "--device", "meta"],
+            ["--device 'meta' is neither the CPU nor a GPU"],
+        ),
         (
             ["-n", "3", "-c", __file__, "--calibration-tokens", "0"],
             ["--calibration-tokens", "'0' is not a whole number above 0"],
@@ -91,7 +125,10 @@ def test_mistakes(tmp_path: Path) -> None:
 
 def test_what_merges_nothing_says_what_it_does_not_use(tmp_path: Path) -> None:
     """As many K/V heads as the source has, or more."""
-    unused, grown = "no heads are merged, so that --calibration is not used", "heads are repeated, and the cache grows"
+    unused, grown = (
+        "no heads are merged, so that --calibration is not used",
+        "heads are repeated, and the cache grows",
+    )
     source = make_checkpoint("llama", tmp_path / "source", kv_heads=6)
     for number, options, said in (
         (6, ["-c", __file__], [unused]),
@@ -106,7 +143,16 @@ def test_what_merges_nothing_says_what_it_does_not_use(tmp_path: Path) -> None:
 
 
 def test_plan_says_it() -> None:
-    options = ("--calibration", "python-stdlib", "--calibration-tokens", "4096", "--fit-steps", "10", "--kl-steps", "0")
+    options = (
+        "--calibration",
+        "python-stdlib",
+        "--calibration-tokens",
+        "4096",
+        "--fit-steps",
+        "10",
+        "--kl-steps",
+        "0",
+    )
     shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^method: +fit on 4,096 tokens$", shown.stdout, re.MULTILINE)
@@ -114,7 +160,9 @@ def test_plan_says_it() -> None:
     line = rf"^needs: +{memory}, [\d.]+ MB of disk$"
     assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
     runs = run("convert", MODEL, "--groups", "2", *options[:4], "--dry-run")
-    assert re.search(r"^method: .*, then up to 200 steps on all layers together$", runs.stdout, re.MULTILINE)
+    assert re.search(
+        r"^method: .*, then up to 200 steps on all layers together$", runs.stdout, re.MULTILINE
+    )
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
     fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}

@@ -12,7 +12,10 @@ OURS = {
     "gqa_convert",
     "gqa_convert._version",
     "gqa_convert.cli",
-    *(f"gqa_convert.cli.{name}" for name in ("commands", "console", "console.screen", "options", "running")),
+    *(
+        f"gqa_convert.cli.{name}"
+        for name in ("commands", "console", "console.screen", "options", "running")
+    ),
     *(f"gqa_convert.cli.{name.replace('-', '_')}" for name in COMMANDS),
     "gqa_convert.checkpoint",
     "gqa_convert.checkpoint.byte_sizes",
@@ -25,7 +28,11 @@ OURS = {
 
 def libraries(modules: set[str]) -> set[str]:
     """The modules' packages outside the standard library."""
-    return {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) - {"__main__", "gqa_convert"}
+    return (
+        {name.split(".")[0] for name in modules}
+        - set(sys.stdlib_module_names)
+        - {"__main__", "gqa_convert"}
+    )
 
 
 def ours(modules: set[str]) -> set[str]:
@@ -34,10 +41,21 @@ def ours(modules: set[str]) -> set[str]:
 
 def test_help_imports_the_options_alone() -> None:
     always = libraries(loaded_after(""))  # files of an environment may import some at every start
-    for arguments in (("--help",), ("convert", "--help"), ("convert", "--help-all"), ("convert", "--gruops", "8")):
+    for arguments in (
+        ("--help",),
+        ("convert", "--help"),
+        ("convert", "--help-all"),
+        ("convert", "--gruops", "8"),
+    ):
         found = loaded_after(RUN, *arguments)
         assert ours(found) == OURS, arguments
-        assert libraries(found) - always <= {"typer", "click", "shellingham", "annotated_doc", "typing_extensions"}
+        assert libraries(found) - always <= {
+            "typer",
+            "click",
+            "shellingham",
+            "annotated_doc",
+            "typing_extensions",
+        }
 
 
 def test_a_dry_run_imports_no_library_of_models() -> None:
@@ -46,12 +64,26 @@ def test_a_dry_run_imports_no_library_of_models() -> None:
     dry_run = ("convert", str(model), "--groups", "3", "--dry-run")
     found = libraries(loaded_after(RUN, *dry_run, "--device", "cpu"))
     assert {"numpy", "tokenizers", "rich"} <= found
-    assert not found & {"torch", "transformers", "huggingface_hub", "datasets", "accelerate", "pyarrow", "jinja2"}
-    assert not libraries(loaded_after(RUN, *dry_run, "--method", "mean")) & {"torch", "transformers", "tokenizers"}
+    assert not found & {
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "datasets",
+        "accelerate",
+        "pyarrow",
+        "jinja2",
+    }
+    assert not libraries(loaded_after(RUN, *dry_run, "--method", "mean")) & {
+        "torch",
+        "transformers",
+        "tokenizers",
+    }
 
 
 def test_merging_by_the_mean_imports_no_torch(tmp_path: Path) -> None:
     model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
-    found = loaded_after(RUN, "convert", str(model), str(tmp_path / "out"), "--groups", "3", "--method", "mean")
+    found = loaded_after(
+        RUN, "convert", str(model), str(tmp_path / "out"), "--groups", "3", "--method", "mean"
+    )
     assert (tmp_path / "out" / "config.json").is_file()
     assert not libraries(found) & {"torch", "transformers", "tokenizers", "huggingface_hub"}

@@ -23,7 +23,10 @@ def test_the_models_context_is_reached(context: int, tmp_path: Path) -> None:
     options = CalibrationOptions(shutil.__file__, 1024, sequence_length=512, kl_steps=1, mix=False)
     text = prepare_calibration(plan, options)
     assert ("every second one stretched to 4096 positions" in text.description) == (context > 512)
-    farthest = max(int(batch["position_ids"].max()) if "position_ids" in batch else 511 for batch in text.batches)
+    farthest = max(
+        int(batch["position_ids"].max()) if "position_ids" in batch else 511
+        for batch in text.batches
+    )
     assert 512 <= farthest < context if context > 512 else farthest == 511
 
 

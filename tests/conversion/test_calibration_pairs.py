@@ -34,10 +34,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bart(tmp_path: Path) -> Path:
-    return seq2seq.model(tmp_path / "bart", "bart", seq2seq.bart_tokenizer(), decoder_start_token_id=START)
+    return seq2seq.model(
+        tmp_path / "bart", "bart", seq2seq.bart_tokenizer(), decoder_start_token_id=START
+    )
 
 
-def write(path: Path, count: int, names: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
+def write(
+    path: Path, count: int, names: tuple[str, str] = ("source", "target")
+) -> list[tuple[str, str]]:
     """Pairs whose target is the source backwards; each begins and ends with two words that tell which one it is."""
     random = np.random.default_rng(0)
     pairs = []
@@ -45,7 +49,9 @@ def write(path: Path, count: int, names: tuple[str, str] = ("source", "target"))
         mark = f"w{number // 40} w{number % 40}"
         source = f"{mark} {seq2seq.words(random, int(random.integers(1, 12)))} {mark}"
         pairs.append((source, " ".join(reversed(source.split()))))
-    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in pairs))
+    path.write_text(
+        "".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in pairs)
+    )
     return pairs
 
 
@@ -63,7 +69,9 @@ def pairs_in(batches: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> lis
     for batch in batches:
         assert (batch["decoder_input_ids"][:, 0] == START).all()
         assert (batch["decoder_input_ids"][:, 1:] == batch["labels"][:, :-1]).all()
-        for source, target in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        for source, target in zip(
+            batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True
+        ):
             number = (source[1] - WORD) * 40 + source[2] - WORD
             assert source == cut(tokens(pairs[number][0]), len(source))
             assert target == cut(tokens(pairs[number][1]), len(target))
@@ -77,13 +85,17 @@ def kept(made: Calibration, pairs: list[tuple[str, str]], numbers: list[int]) ->
 
 def test_rows_are_pairs_and_parts_have_none_in_common(bart: Path, tmp_path: Path) -> None:
     pairs = write(tmp_path / "pairs.jsonl", 600)
-    made = calibration_batches(bart, tmp_path / "pairs.jsonl", 6000, seed=1, held_out_tokens=900, fresh_tokens=2000)
+    made = calibration_batches(
+        bart, tmp_path / "pairs.jsonl", 6000, seed=1, held_out_tokens=900, fresh_tokens=2000
+    )
     parts = [pairs_in(batches, pairs) for batches in (made.batches, made.held_out, made.fresh)]
     used = [number for part in parts for number in part]
     assert len(used) == len(set(used))
     assert len(parts[0]) > len(parts[1]) > 0
     assert kept(made, pairs, parts[0]) > 0.85
-    assert made.tokens == sum(batch[side].numel() for batch in made.batches for side in ("input_ids", "labels"))
+    assert made.tokens == sum(
+        batch[side].numel() for batch in made.batches for side in ("input_ids", "labels")
+    )
     assert "pairs of source and target" in made.description
     assert made.warning is None
     again = calibration_batches(bart, tmp_path / "pairs.jsonl", 6000, seed=1, held_out_tokens=900)
@@ -103,27 +115,41 @@ def test_fields_may_be_stated_and_little_text_is_told(bart: Path, tmp_path: Path
 def test_pairs_and_running_text_are_not_mixed(bart: Path, tmp_path: Path) -> None:
     write(tmp_path / "pairs.jsonl", 40)
     (tmp_path / "text.txt").write_text("w1 w2 " * 200)
-    with pytest.raises(DataError, match=r"pairs\.jsonl holds pairs of source and target, and .*text\.txt does not"):
-        calibration_batches(bart, [str(tmp_path / "pairs.jsonl"), str(tmp_path / "text.txt")], 1000, seed=0)
+    with pytest.raises(
+        DataError, match=r"pairs\.jsonl holds pairs of source and target, and .*text\.txt does not"
+    ):
+        calibration_batches(
+            bart, [str(tmp_path / "pairs.jsonl"), str(tmp_path / "text.txt")], 1000, seed=0
+        )
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_a_conversion_on_pairs(kind: str, tmp_path: Path) -> None:
-    source = seq2seq.model(tmp_path / "source", kind, seq2seq.bart_tokenizer(), decoder_start_token_id=START)
+    source = seq2seq.model(
+        tmp_path / "source", kind, seq2seq.bart_tokenizer(), decoder_start_token_id=START
+    )
     write(tmp_path / "pairs.jsonl", 300)
-    options = CalibrationOptions(source=str(tmp_path / "pairs.jsonl"), tokens=3000, steps=3, kl_steps=3, device="cpu")
+    options = CalibrationOptions(
+        source=str(tmp_path / "pairs.jsonl"), tokens=3000, steps=3, kl_steps=3, device="cpu"
+    )
     result = convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
     assert result.calibration is not None
     assert result.calibration.kl is not None
     path = tmp_path / "pairs.jsonl"
-    drawn = calibration_batches(source, path, 3000, seed=0, held_out_tokens=2048, fresh_tokens=3 * 2048)
+    drawn = calibration_batches(
+        source, path, 3000, seed=0, held_out_tokens=2048, fresh_tokens=3 * 2048
+    )
     models = [load_model(folder, torch.float32)[0].eval() for folder in (source, tmp_path / "out")]
-    assert divergence(*models, drawn.held_out) == pytest.approx(result.calibration.kl.after, rel=2e-3)
+    assert divergence(*models, drawn.held_out) == pytest.approx(
+        result.calibration.kl.after, rel=2e-3
+    )
     assert "pairs of source and target" in result.calibration.text
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_the_source_writes_what_is_missing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_writes_what_is_missing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inputs alone, answered as transformers' own generation answers them one by one."""
     monkeypatch.setattr(target_writing, "LONGEST", 6)
     tokenizer = seq2seq.bart_tokenizer()
@@ -135,7 +161,9 @@ def test_the_source_writes_what_is_missing(kind: str, tmp_path: Path, monkeypatc
     made = written_targets(checkpoint, text, "source", tmp_path, tokens=10**6, seed=0, device="cpu")
     rows = [json.loads(line) for line in made.file.read_text().splitlines()]
     assert sorted(row["source"] for row in rows) == sorted(read for read, _ in pairs)
-    model, _ = load_model(source, torch.bfloat16 if multiplies_bfloat16(torch.device("cpu")) else torch.float32)
+    model, _ = load_model(
+        source, torch.bfloat16 if multiplies_bfloat16(torch.device("cpu")) else torch.float32
+    )
     same = 0
     for row in rows[:20]:
         ids = tokenizer(row["source"], return_tensors="pt")["input_ids"]

@@ -11,7 +11,11 @@ import torch
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from gqa_convert.conversion.fit import calibration_text
-from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches, calibration_tokens_for
+from gqa_convert.conversion.fit.calibration_text import (
+    Calibration,
+    calibration_batches,
+    calibration_tokens_for,
+)
 from gqa_convert.data import sources
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
@@ -21,8 +25,17 @@ from tests.helpers.evaluate_models import write_rows
 
 LENGTH = 12
 SIZES = {"hidden_size": 96, "vocab_size": 700}
-CAUSAL = SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 100}
-T5 = SIZES | {"model_type": "t5", "is_encoder_decoder": True, "n_positions": 16, "decoder_start_token_id": PAD}
+CAUSAL = SIZES | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 100,
+}
+T5 = SIZES | {
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "n_positions": 16,
+    "decoder_start_token_id": PAD,
+}
 BART = SIZES | {"model_type": "gqa_bart", "is_encoder_decoder": True, "decoder_start_token_id": 2}
 BART["max_position_embeddings"] = 24
 
@@ -32,7 +45,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def model_of(folder: Path, config: dict[str, Any], *, sentinels: int | None = None, eos: str | None = "</s>") -> Path:
+def model_of(
+    folder: Path, config: dict[str, Any], *, sentinels: int | None = None, eos: str | None = "</s>"
+) -> Path:
     """A checkpoint without weights; the word w0 is the token 3."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -58,11 +73,17 @@ def documents(count: int) -> list[list[int]]:
 
 
 def written(path: Path, found: list[list[int]], **more: str) -> Path:
-    return write_rows(path, [{"id": number, "text": words(*each)} | more for number, each in enumerate(found)])
+    return write_rows(
+        path, [{"id": number, "text": words(*each)} | more for number, each in enumerate(found)]
+    )
 
 
 def stream_of(found: list[list[int]], *, closed: bool = True) -> list[int]:
-    return [token for each in found for token in (*(3 + number for number in each), *([EOS] if closed else []))]
+    return [
+        token
+        for each in found
+        for token in (*(3 + number for number in each), *([EOS] if closed else []))
+    ]
 
 
 def rows_of(calibration: Calibration, name: str = "input_ids") -> list[list[int]]:
@@ -83,7 +104,10 @@ def attention_kind_of(row: list[int], stream: list[int]) -> int:
         ({"hidden_size": 4096, "max_position_embeddings": 65536}, 32 * 1024),
         ({"hidden_size": 4096, "max_position_embeddings": 1000}, 33 * 1000),
         ({"model_type": "some", "text_config": {"d_model": 10}}, 5 * 1024),
-        ({"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512}, 87 * 568),  # T5's 568 for an input of 512
+        (
+            {"model_type": "gqa_t5", "d_model": 2048, "n_positions": 512},
+            87 * 568,
+        ),  # T5's 568 for an input of 512
     ],
 )
 def test_the_default_number_of_tokens(config: dict[str, Any], tokens: int) -> None:
@@ -92,21 +116,30 @@ def test_the_default_number_of_tokens(config: dict[str, Any], tokens: int) -> No
         calibration_tokens_for({"model_type": "some"})
 
 
-def test_a_text_is_used_whole_where_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_used_whole_where_it_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 30)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
     tokens = stream_of(found)
     assert len(tokens) % LENGTH > 1
-    made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 10**6, seed=3, sequence_length=LENGTH)
+    made = calibration_batches(
+        model, written(tmp_path / "a.jsonl", found), 10**6, seed=3, sequence_length=LENGTH
+    )
     rows = sorted(rows_of(made), key=lambda row: attention_kind_of(row, tokens))
     assert [token for row in rows for token in row] == tokens
     assert (made.tokens, made.sequence_length) == (len(tokens), LENGTH)
     shapes = [tuple(batch["input_ids"].shape) for batch in made.batches]
     assert shapes == [*[(2, 12)] * 4, (1, 12), (1, len(tokens) - 108)]
-    assert all(set(batch) == {"input_ids"} and batch["input_ids"].dtype == torch.int64 for batch in made.batches)
+    assert all(
+        set(batch) == {"input_ids"} and batch["input_ids"].dtype == torch.int64
+        for batch in made.batches
+    )
     assert made.warning is not None
     assert f"has only {len(tokens)}" in made.warning
-    assert f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
+    assert (
+        f"{len(tokens)} tokens of {tmp_path / 'a.jsonl'}: 10 blocks of up to 12" in made.description
+    )
 
 
 def test_a_last_token_alone_is_no_block(tmp_path: Path) -> None:
@@ -116,7 +149,9 @@ def test_a_last_token_alone_is_no_block(tmp_path: Path) -> None:
     assert [len(row) for row in rows_of(made)] == [37, 37, 37]
 
 
-def test_blocks_come_from_all_over_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_come_from_all_over_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 64)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
@@ -137,13 +172,21 @@ def test_blocks_come_from_all_over_the_text(tmp_path: Path, monkeypatch: pytest.
     assert len({start % LENGTH for each in starts.values() for start in each}) > 1
 
 
-def test_further_blocks_do_not_change_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_blocks_do_not_change_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many the last stage asks for, layers are fitted on the same blocks of a text that is read in part."""
-    model, path = model_of(tmp_path / "model", CAUSAL), written(tmp_path / "a.jsonl", documents(3000))
+    model, path = (
+        model_of(tmp_path / "model", CAUSAL),
+        written(tmp_path / "a.jsonl", documents(3000)),
+    )
     monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
     sizes = {"sequence_length": LENGTH, "held_out_tokens": 2 * LENGTH}
     wanted = (0, 10 * LENGTH, 10**6)
-    made = [calibration_batches(model, path, 5 * LENGTH, seed=1, **sizes, fresh_tokens=fresh) for fresh in wanted]
+    made = [
+        calibration_batches(model, path, 5 * LENGTH, seed=1, **sizes, fresh_tokens=fresh)
+        for fresh in wanted
+    ]
     assert len({each.digest for each in made}) == 1
     assert rows_of(made[0]) == rows_of(made[1]) == rows_of(made[2])
     assert [sum(len(batch["input_ids"]) for batch in each.fresh) for each in made[:2]] == [0, 10]
@@ -151,16 +194,22 @@ def test_further_blocks_do_not_change_the_others(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("filler", [0, 500])
-def test_a_large_text_is_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int) -> None:
+def test_a_large_text_is_thinned_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int
+) -> None:
     """Only documents that are kept are tokenised; where rows hold other fields beside the text, more of them are."""
     model, found = model_of(tmp_path / "model", CAUSAL), documents(3000)
     path = written(tmp_path / "a.jsonl", found, other=filler * "x")
     monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
     tokenised: list[str] = []
-    monkeypatch.setattr(calibration_text, "batched", lambda pieces: [watched(list(pieces), tokenised)])
+    monkeypatch.setattr(
+        calibration_text, "batched", lambda pieces: [watched(list(pieces), tokenised)]
+    )
     made = calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH)
     assert (made.tokens, made.warning) == (20 * LENGTH, None)
-    numbers = sorted(found.index([int(word[1:]) for word in text.split()]) for text in set(tokenised))
+    numbers = sorted(
+        found.index([int(word[1:]) for word in text.split()]) for text in set(tokenised)
+    )
     assert 100 < len(numbers) < 1500
     gaps = [after - before for before, after in pairwise([*numbers, 3000])]
     assert max(gaps) < 3 * 3000 / len(numbers)
@@ -175,7 +224,9 @@ def watched(pieces: list[Any], seen: list[str]) -> list[Any]:
     return pieces
 
 
-def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_is_streamed_as_far_as_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, read = documents(4000), []
 
     def rows(_: HubDataset) -> Iterator[dict[str, str]]:
@@ -195,7 +246,10 @@ def test_a_hub_dataset_is_streamed_as_far_as_needed(tmp_path: Path, monkeypatch:
     assert len(read) < 1000
     assert "org/some@555555555555" in made.description
     read.clear()
-    assert calibration_batches(model, source, 10 * LENGTH, seed=2, sequence_length=LENGTH).digest == made.digest
+    assert (
+        calibration_batches(model, source, 10 * LENGTH, seed=2, sequence_length=LENGTH).digest
+        == made.digest
+    )
     assert len(read) < 1000
 
 
@@ -212,7 +266,8 @@ def test_t5_gets_text_with_spans_taken_out(tmp_path: Path, monkeypatch: pytest.M
             assert (batch["decoder_input_ids"][:, 0] == PAD).all()
             assert (batch["decoder_input_ids"][:, 1:] == batch["labels"][:, :-1]).all()
             used += [
-                restored(*rows) for rows in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+                restored(*rows)
+                for rows in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
             ]
         assert made.tokens == sum(map(len, used))
         places = sorted((attention_kind_of(row, tokens), len(row)) for row in used)
@@ -234,7 +289,10 @@ def test_bart_gets_a_block_on_both_sides(tmp_path: Path) -> None:
     made = calibration_batches(model, written(tmp_path / "a.jsonl", found), 100, seed=5)
     assert (made.sequence_length, made.tokens) == (24, 120)
     for batch in made.batches:
-        assert batch["decoder_input_ids"].tolist() == shift_tokens_right(batch["input_ids"], PAD, 2).tolist()
+        assert (
+            batch["decoder_input_ids"].tolist()
+            == shift_tokens_right(batch["input_ids"], PAD, 2).tolist()
+        )
         assert batch["labels"].tolist() == batch["input_ids"].tolist()
     assert all(attention_kind_of(row, tokens) >= 0 for row in rows_of(made))
 
@@ -242,7 +300,10 @@ def test_bart_gets_a_block_on_both_sides(tmp_path: Path) -> None:
 def test_short_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = model_of(tmp_path / "model", CAUSAL), tmp_path / "a.txt"
     path.write_text(" ".join(["w5"] * 50))
-    with pytest.raises(DataError, match="holds 51 tokens, calibration needs at least 64, and thousands to be of use"):
+    with pytest.raises(
+        DataError,
+        match="holds 51 tokens, calibration needs at least 64, and thousands to be of use",
+    ):
         calibration_batches(model, path, 1000, seed=0)
     monkeypatch.setattr(calibration_text, "_LEAST", 2)
     path.write_text("w5")
@@ -265,15 +326,37 @@ def test_short_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (CAUSAL, {"sequence_length": 1}, OptionError, "sequence length is 1 tokens"),
         (CAUSAL, {"sequence_length": 0}, OptionError, "sequence length is 0 tokens"),
-        (CAUSAL, {"sequence_length": 101}, OptionError, "sequence length is 101 tokens, .* positions for 100"),
-        (T5, {"sequence_length": 2000}, DataError, "needs 111 sentinel tokens, the tokenizer has 100"),
-        (CAUSAL | {"vocab_size": 400}, {}, DataError, r"produces token \d+, and the model has a vocabulary of 400"),
+        (
+            CAUSAL,
+            {"sequence_length": 101},
+            OptionError,
+            "sequence length is 101 tokens, .* positions for 100",
+        ),
+        (
+            T5,
+            {"sequence_length": 2000},
+            DataError,
+            "needs 111 sentinel tokens, the tokenizer has 100",
+        ),
+        (
+            CAUSAL | {"vocab_size": 400},
+            {},
+            DataError,
+            r"produces token \d+, and the model has a vocabulary of 400",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
-    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], error: type[GQAConvertError], says: str
+    tmp_path: Path,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    error: type[GQAConvertError],
+    says: str,
 ) -> None:
-    model, path = model_of(tmp_path / "model", config), written(tmp_path / "a.jsonl", documents(200))
+    model, path = (
+        model_of(tmp_path / "model", config),
+        written(tmp_path / "a.jsonl", documents(200)),
+    )
     with pytest.raises(error, match=says) as caught:
         calibration_batches(model, **{"source": path, "tokens": 1000, "seed": 0, **options})
     assert "\n" not in str(caught.value)

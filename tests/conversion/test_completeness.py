@@ -59,22 +59,32 @@ class Case:
 
     def last_attention(self) -> str:
         attention = "|".join(map(re.escape, self.family.attention))
-        pattern = re.compile(rf"(.*\b(?:{attention}))\.{re.escape(self.family.fused or self.family.key)}\.weight")
+        pattern = re.compile(
+            rf"(.*\b(?:{attention}))\.{re.escape(self.family.fused or self.family.key)}\.weight"
+        )
         return max(match[1] for name in self.tensors if (match := pattern.fullmatch(name)))
 
     def remove(self, pattern: str) -> None:
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.match(pattern, name)}
+        self.tensors = {
+            name: tensor for name, tensor in self.tensors.items() if not re.match(pattern, name)
+        }
 
     def rename(self, new: Callable[[str], str]) -> None:
         self.tensors = {new(name): tensor for name, tensor in self.tensors.items()}
 
 
-@pytest.fixture(scope="module", params=slow_but(("llama", "phi3", "qwen3_next", "lfm2", "gpt2", "t5"), CASES))
+@pytest.fixture(
+    scope="module", params=slow_but(("llama", "phi3", "qwen3_next", "lfm2", "gpt2", "t5"), CASES)
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model_type: str = request.param
     folder = tmp_path_factory.mktemp(model_type) / "source"
     own_files.make_source(model_type, folder, **CASES[model_type])
-    return Case(model_type, json.loads((folder / "config.json").read_bytes()), load_file(folder / "model.safetensors"))
+    return Case(
+        model_type,
+        json.loads((folder / "config.json").read_bytes()),
+        load_file(folder / "model.safetensors"),
+    )
 
 
 def is_missed(folder: Path, model_type: str, *, head: bool) -> bool:
@@ -106,7 +116,9 @@ def without_last_keys(case: Case) -> None:
 
 def without_base(case: Case) -> None:
     """As the model without a head is saved."""
-    pattern = "|".join(map(re.escape, sorted(filter(None, case.family.prefixes), key=len, reverse=True)))
+    pattern = "|".join(
+        map(re.escape, sorted(filter(None, case.family.prefixes), key=len, reverse=True))
+    )
     case.rename(lambda name: re.sub(f"^(?:{pattern})", "", name))
 
 
@@ -115,12 +127,19 @@ CHANGES: dict[str, Callable[[Case], None]] = {
     "nothing": lambda case: None,
     "longer": resized(1),
     "shorter": resized(-1),
-    "no first layer": lambda case: case.remove(rf"(.*\.)?{re.escape(case.family.layers[0][0])}\.0\."),
+    "no first layer": lambda case: case.remove(
+        rf"(.*\.)?{re.escape(case.family.layers[0][0])}\.0\."
+    ),
     "no last attention": lambda case: case.remove(re.escape(case.last_attention()) + r"\."),
     "no last keys": without_last_keys,
-    "no last output": lambda case: case.remove(re.escape(f"{case.last_attention()}.{case.family.output}.weight")),
+    "no last output": lambda case: case.remove(
+        re.escape(f"{case.last_attention()}.{case.family.output}.weight")
+    ),
     "model without a head": without_base,
-    **{prefix: lambda case, prefix=prefix: case.rename(lambda name: prefix + name) for prefix in PREFIXES},
+    **{
+        prefix: lambda case, prefix=prefix: case.rename(lambda name: prefix + name)
+        for prefix in PREFIXES
+    },
 }
 
 
@@ -146,10 +165,15 @@ def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path
 
 def test_a_config_without_a_number_of_layers(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, shards="50GB", num_hidden_layers=3)
-    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_bytes())
+    tensors, config = (
+        load_file(tmp_path / "model.safetensors"),
+        json.loads((tmp_path / "config.json").read_bytes()),
+    )
     kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config["num_hidden_layers"] = None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"no tensor layers\.1\..* in each of 3 layers \(num_hidden_layers\)"):
+    with pytest.raises(
+        ConfigError, match=r"no tensor layers\.1\..* in each of 3 layers \(num_hidden_layers\)"
+    ):
         make_plan(open_checkpoint(tmp_path), 3)

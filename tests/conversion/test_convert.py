@@ -14,7 +14,13 @@ from gqa_convert.conversion import run, writing
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import ConfigError, GroupsError, NonFiniteError, NoSpaceError, UnsupportedFormatError
+from gqa_convert.errors import (
+    ConfigError,
+    GroupsError,
+    NonFiniteError,
+    NoSpaceError,
+    UnsupportedFormatError,
+)
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import (
     CONFIG,
@@ -38,7 +44,9 @@ def source(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "source", shards=3)
 
 
-def test_at_the_sources_own_count_files_are_equal_byte_for_byte(source: Path, tmp_path: Path) -> None:
+def test_at_the_sources_own_count_files_are_equal_byte_for_byte(
+    source: Path, tmp_path: Path
+) -> None:
     convert_checkpoint(source, tmp_path / "out", HEADS, MEAN)
     for path in source.glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
@@ -62,13 +70,20 @@ def test_tied_heads_merge_without_loss_and_repeat_back(tmp_path: Path) -> None:
     assert same_weights(source, tmp_path / "up")
     record = json.loads((tmp_path / "up" / "gqa_conversion.json").read_text())
     assert (record["method"], record["previous"]["method"]) == ("repeat", "mean")
-    assert "gqa_conversion.json" not in record["written"], "the earlier record is no file of the result"
+    assert "gqa_conversion.json" not in record["written"], (
+        "the earlier record is no file of the result"
+    )
 
 
 def test_hashes(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "some", 4, MEAN)
-    convert_checkpoint(source, tmp_path / "all", 4, ConversionOptions(hash_weights=True, method="mean"))
-    some, every = (json.loads((tmp_path / name / "gqa_conversion.json").read_text()) for name in ("some", "all"))
+    convert_checkpoint(
+        source, tmp_path / "all", 4, ConversionOptions(hash_weights=True, method="mean")
+    )
+    some, every = (
+        json.loads((tmp_path / name / "gqa_conversion.json").read_text())
+        for name in ("some", "all")
+    )
     assert "sha256" in some["source"]["files"]["config.json"]
     assert "sha256" not in some["source"]["files"]["model-00001-of-00003.safetensors"]
     for name, record in every["source"]["files"].items():
@@ -77,7 +92,10 @@ def test_hashes(source: Path, tmp_path: Path) -> None:
             "sha256": hashlib.sha256((source / name).read_bytes()).hexdigest(),
         }
     written = {path.name: path.read_bytes() for path in (tmp_path / "all").glob("*.safetensors")}
-    expected = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in written.items()}
+    expected = {
+        name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        for name, raw in written.items()
+    }
     assert some["result"] is None
     assert every["result"] == {"files": expected}
     assert verify_checkpoint(tmp_path / "all", source, logits=False).passed
@@ -86,16 +104,22 @@ def test_hashes(source: Path, tmp_path: Path) -> None:
     assert not verify_checkpoint(tmp_path / "all", source, logits=False).passed
 
 
-@pytest.mark.parametrize(("method", "projection"), [("mean", "k"), ("first", "v"), ("factor", "q"), ("factor", "o")])
+@pytest.mark.parametrize(
+    ("method", "projection"), [("mean", "k"), ("first", "v"), ("factor", "q"), ("factor", "o")]
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_inf_are_refused_and_leave_nothing(tmp_path: Path, method: str, projection: str, bad: float) -> None:
+def test_nan_and_inf_are_refused_and_leave_nothing(
+    tmp_path: Path, method: str, projection: str, bad: float
+) -> None:
     arrays, name = llama_arrays(), KEY.replace("k_proj", f"{projection}_proj")
     arrays[name][-1, -1] = bad
     source = write_llama(tmp_path / "source", arrays=arrays)
     with refused(NonFiniteError, name):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    convert_checkpoint(source, tmp_path / "out", HEADS, MEAN)  # nothing is merged, so that nothing spreads
+    convert_checkpoint(
+        source, tmp_path / "out", HEADS, MEAN
+    )  # nothing is merged, so that nothing spreads
 
 
 @pytest.mark.parametrize(
@@ -138,25 +162,35 @@ def test_tensors_of_a_type_that_cannot_be_merged(tmp_path: Path) -> None:
 
 def test_code_beside_the_weights_is_carried_and_never_run(source: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    write_config(source, auto_map={"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"})
+    write_config(
+        source, auto_map={"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"}
+    )
     (source / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
     result = convert_checkpoint(source, tmp_path / "out", 3, MEAN)
-    assert (tmp_path / "out" / "modeling_x.py").read_bytes() == (source / "modeling_x.py").read_bytes()
+    assert (tmp_path / "out" / "modeling_x.py").read_bytes() == (
+        source / "modeling_x.py"
+    ).read_bytes()
     assert any("never run" in warning for warning in result.plan.warnings)
     verify_checkpoint(tmp_path / "out", source)
     assert not canary.exists()
 
 
-def test_a_full_disk_is_found_before_the_work(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     monkeypatch.setattr(run, "prepare_layers", lambda *_: pytest.fail("layers were merged"))
-    with pytest.raises(NoSpaceError, match=r"the result needs [\d,]+ bytes, and the disk of .* has 1,000 free"):
+    with pytest.raises(
+        NoSpaceError, match=r"the result needs [\d,]+ bytes, and the disk of .* has 1,000 free"
+    ):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="factor"))
 
 
 def test_which_further_files_are_kept(source: Path, tmp_path: Path) -> None:
     (source / "stray").mkdir()
-    save_file({"linear.weight": np.ones((2, 2), np.float32)}, source / "stray" / "model.safetensors")
+    save_file(
+        {"linear.weight": np.ones((2, 2), np.float32)}, source / "stray" / "model.safetensors"
+    )
     (source / "optimizer.pt").write_bytes(b"x")
     (source / "notes" / "deep").mkdir(parents=True)
     (source / "notes" / "deep" / "a.txt").write_text("kept")

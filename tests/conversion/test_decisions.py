@@ -13,7 +13,14 @@ from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
 from gqa_convert.data import text_generation
-from gqa_convert.errors import DataError, DeviceMemoryError, GQAConvertError, NonFiniteError, OptionError, OutputError
+from gqa_convert.errors import (
+    DataError,
+    DeviceMemoryError,
+    GQAConvertError,
+    NonFiniteError,
+    OptionError,
+    OutputError,
+)
 from tests.helpers import folding_cases as folded
 from tests.helpers.chat_template import with_chat_template
 from tests.helpers.checkpoints import digests
@@ -38,7 +45,11 @@ def free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
 def fit(out: Path, source: Path = DEMO, *, look: Any = None, **stated: Any) -> ConversionResult:
     options = CalibrationOptions(str(Path(json.__file__).parent), **SHORT | stated)
     return convert_checkpoint(
-        source, out, 3, ConversionOptions(method="fit", calibration=options), on_layer=look or (lambda _: None)
+        source,
+        out,
+        3,
+        ConversionOptions(method="fit", calibration=options),
+        on_layer=look or (lambda _: None),
     )
 
 
@@ -47,7 +58,9 @@ def stop_after_a_layer(progress: FitProgress) -> None:
         raise KeyboardInterrupt
 
 
-def test_a_run_that_resumes_with_less_memory_obeys_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_resumes_with_less_memory_obeys_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free(64 * GIB, monkeypatch)
     whole = fit(tmp_path / "whole")
     assert whole.calibration is not None
@@ -60,18 +73,25 @@ def test_a_run_that_resumes_with_less_memory_obeys_the_first(tmp_path: Path, mon
     assert memory.decide(whole.plan, CalibrationOptions("t", **SHORT)).no_last_stage
     resumed = fit(tmp_path / "out")
     assert resumed.calibration == whole.calibration
-    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    assert (
+        digests(tmp_path / "out")["model.safetensors"]
+        == digests(tmp_path / "whole")["model.safetensors"]
+    )
     free(64 * GIB, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "less", look=stop_after_a_layer)
     free(weights / 2, monkeypatch)
     monkeypatch.setattr(model_loading, "free_memory", lambda _: weights / 2)
-    with pytest.raises(OptionError, match=r"--kl-steps 0, and run the same command again, which resumes"):
+    with pytest.raises(
+        OptionError, match=r"--kl-steps 0, and run the same command again, which resumes"
+    ):
         fit(tmp_path / "less")
     assert len([*(tmp_path / ".less.gqa-merging").glob("layer-*")]) == 1
 
 
-def test_a_run_that_resumes_with_more_memory_obeys_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_resumes_with_more_memory_obeys_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free(1000, monkeypatch)
     monkeypatch.setattr(model_loading, "free_memory", lambda _: 64 * GIB)
     with pytest.raises(KeyboardInterrupt):
@@ -89,13 +109,19 @@ def test_a_run_that_resumes_with_more_memory_obeys_the_first(tmp_path: Path, mon
     assert "text of its own" not in result.calibration.text
 
 
-def test_layers_of_another_command_are_neither_used_nor_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_another_command_are_neither_used_nor_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free(64 * GIB, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "out", look=stop_after_a_layer, kl_steps=0)
     (kept,) = (tmp_path / ".out.gqa-merging").glob("layer-*")
     before = kept.read_bytes()
-    for other, word in (({"steps": 2}, "steps"), ({"mix": False}, "text, digest"), ({"seed": 1}, "seed")):
+    for other, word in (
+        ({"steps": 2}, "steps"),
+        ({"mix": False}, "text, digest"),
+        ({"seed": 1}, "seed"),
+    ):
         with pytest.raises(OutputError, match=rf"keeps 1 merged layers of .* another .*{word}"):
             fit(tmp_path / "out", kl_steps=0, **other)
     assert kept.read_bytes() == before
@@ -129,7 +155,10 @@ def test_a_last_stage_without_memory_falls_back_unless_it_was_asked_for(
     assert result.calibration.left_out == (
         "the last stage, which trains all layers together, because it ran out of memory",
     )
-    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "layers")["model.safetensors"]
+    assert (
+        digests(tmp_path / "out")["model.safetensors"]
+        == digests(tmp_path / "layers")["model.safetensors"]
+    )
 
 
 # Own text
@@ -152,7 +181,9 @@ def test_own_text_is_written_after_the_users_was_read_and_no_more_than_is_used(
         text = str(tmp_path / text) if isinstance(text, str) else text
         options = CalibrationOptions(text, **SHORT)
         with pytest.raises(DataError, match=r"calibration needs at least|no text|is empty"):
-            convert_checkpoint(DEMO, tmp_path / "out", 3, ConversionOptions(method="fit", calibration=options))
+            convert_checkpoint(
+                DEMO, tmp_path / "out", 3, ConversionOptions(method="fit", calibration=options)
+            )
     assert written == []
     fit(tmp_path / "layers", kl_steps=0)
     # a tenth of the text for the layers and of what is held out, and a spare eighth of that
@@ -163,19 +194,25 @@ def test_own_text_is_written_after_the_users_was_read_and_no_more_than_is_used(
     assert rows.count(0) <= 8
 
 
-def test_a_model_that_cannot_converse_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_converse_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free(64 * GIB, monkeypatch)
     source = with_chat_template(tmp_path / "source")
 
     def refuses(*_: Any) -> None:
-        raise DataError("the model asks nothing where its chat template lets a user speak: name text instead")
+        raise DataError(
+            "the model asks nothing where its chat template lets a user speak: name text instead"
+        )
 
     monkeypatch.setattr(text_generation._Writer, "conversations", refuses)
     result = fit(tmp_path / "out", source, kl_steps=0)
     assert result.calibration is not None
     assert "mixed in: 10% text of its own, 8% Python sources" in result.calibration.text
     (left_out,) = result.calibration.left_out
-    assert left_out.startswith("conversations of the source's own among the calibration text, because the model asks")
+    assert left_out.startswith(
+        "conversations of the source's own among the calibration text, because the model asks"
+    )
 
 
 # Finite numbers
@@ -197,7 +234,8 @@ def test_numbers_that_the_type_cannot_hold_are_refused(
     monkeypatch.setattr(layer_walk, "check_finite", lambda *_: None)
     text = {"source": "python-stdlib", "tokens": 8, "sequence_length": 8} if method == "fit" else {}
     options = ConversionOptions(
-        method=method, calibration=CalibrationOptions(**text, **({"steps": 0, "kl_steps": 0} if text else {}))
+        method=method,
+        calibration=CalibrationOptions(**text, **({"steps": 0, "kl_steps": 0} if text else {})),
     )
     with pytest.raises(NonFiniteError, match="too large for F16"):
         convert_checkpoint(source, tmp_path / "out", 3, options)
@@ -219,13 +257,19 @@ def test_a_source_that_yields_no_numbers_is_refused(
     source = case.save(tmp_path / "source")
     calibrate_on(batches_for(case.model), monkeypatch)
     options = CalibrationOptions("python-stdlib", tokens=8, sequence_length=8, device="cpu")
-    with pytest.raises(GQAConvertError, match=r"the source yields NaN or Inf at .* on the calibration text") as caught:
-        convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method=method, calibration=options))
+    with pytest.raises(
+        GQAConvertError, match=r"the source yields NaN or Inf at .* on the calibration text"
+    ) as caught:
+        convert_checkpoint(
+            source, tmp_path / "out", 3, ConversionOptions(method=method, calibration=options)
+        )
     assert caught.value.exit_code == 2
     assert not (tmp_path / "out").exists()
 
 
-def test_activations_that_are_computed_again_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_that_are_computed_again_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the stage runs so, to the same bytes."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
@@ -240,9 +284,21 @@ def test_activations_that_are_computed_again_are_told_of(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(distillation, "Student", noted)
     for name, recompute in (("kept", False), ("again", True)):
-        monkeypatch.setattr(run, "decide", lambda *_, recompute=recompute: memory.Decisions(recompute=recompute))
-        fit(tmp_path / name, source, look=lambda progress: seen.append(progress.note or ""), kl_steps=2)
-        told = [note for note in seen if note.startswith("the last stage computes activations again")]
+        monkeypatch.setattr(
+            run, "decide", lambda *_, recompute=recompute: memory.Decisions(recompute=recompute)
+        )
+        fit(
+            tmp_path / name,
+            source,
+            look=lambda progress: seen.append(progress.note or ""),
+            kl_steps=2,
+        )
+        told = [
+            note for note in seen if note.startswith("the last stage computes activations again")
+        ]
         assert len(told) == recompute
     assert asked == [False, True]
-    assert digests(tmp_path / "kept")["model.safetensors"] == digests(tmp_path / "again")["model.safetensors"]
+    assert (
+        digests(tmp_path / "kept")["model.safetensors"]
+        == digests(tmp_path / "again")["model.safetensors"]
+    )

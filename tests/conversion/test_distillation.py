@@ -28,16 +28,26 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(("llama", "falcon", "t5"), ["llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart"])
+    "name",
+    slow_but(
+        ("llama", "falcon", "t5"),
+        ["llama", "qwen2", "gpt2", "falcon", "bloom", "phi3", "t5", "bart"],
+    ),
 )
-def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_diverges_as_little_as_is_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
     monkeypatch.setattr(distillation, "RATE", 2e-3)
     case = folded.build(name)
     source = case.save(tmp_path / "source")
-    batches = batches_for(case.model, count=1) * 9  # random weights have learned nothing that other text would share
+    batches = (
+        batches_for(case.model, count=1) * 9
+    )  # random weights have learned nothing that other text would share
     layers = [*batches_for(case.model)[1:], batches[0]]  # of which the last validates
-    _, kl_steps, kl = fitted(source, tmp_path / "out", batches=layers, steps=0, fresh=batches, kl_steps=25)
+    _, kl_steps, kl = fitted(
+        source, tmp_path / "out", batches=layers, steps=0, fresh=batches, kl_steps=25
+    )
     result = case.load(tmp_path / "out")
     assert kl_steps == 25
     assert kl.after < 0.97 * kl.before
@@ -46,7 +56,9 @@ def test_the_result_diverges_as_little_as_is_said(name: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_where_nothing_is_won_nothing_is_changed(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_won_nothing_is_changed(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Because nothing was lost, or because steps are far too long."""
     case = folded.build("llama")
     if tied:
@@ -82,13 +94,20 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     assert run("long")[0] == 0
 
 
-def train(student: distillation.Student, store: LayerStore, batches: Batches, look: OnProgress = lambda _: None) -> Any:
+def train(
+    student: distillation.Student,
+    store: LayerStore,
+    batches: Batches,
+    look: OnProgress = lambda _: None,
+) -> Any:
     """Six steps."""
     stage = distillation.LastStage(steps=6, seed=0, least=0.0, request={"text": "these batches"})
     return distillation.train_together(student, store, batches, batches[:1], stage, look)
 
 
-def test_killed_it_goes_on_with_what_was_saved(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_it_goes_on_with_what_was_saved(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit, and no step is taken twice."""
     monkeypatch.setattr(distillation, "SAVED_EVERY", -1.0)  # after every step
     plan, batches = plan_of(llama), batches_for(open_model(llama))
@@ -126,7 +145,9 @@ def test_activations_that_are_computed_again_change_no_bit(llama: Path, tmp_path
     for recompute in (False, True):
         with LayerStore(tmp_path / str(recompute), {}, keep=False) as store:
             fit(plan, store, batches, steps=0)
-            student = distillation.Student(plan, store, open_model(llama), nullcontext, recompute=recompute)
+            student = distillation.Student(
+                plan, store, open_model(llama), nullcontext, recompute=recompute
+            )
             kept.clear()
             with saved:
                 _, trained = train(student, store, batches)

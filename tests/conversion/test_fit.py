@@ -52,7 +52,20 @@ def output(record: LayerRecord) -> float:
 
 
 CASES = (
-    *("llama", "qwen2", "qwen3", "qwen3_next", "gpt2", "gpt_neox", "bloom", "falcon", "mpt", "opt", "phi3", "stablelm"),
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_next",
+        "gpt2",
+        "gpt_neox",
+        "bloom",
+        "falcon",
+        "mpt",
+        "opt",
+        "phi3",
+        "stablelm",
+    ),
     *("cohere", "granite", "gemma2", "olmo2", "t5", "bart", "mbart"),
 )
 """Every layout, every kind of position, norms in all places, residual streams of every kind."""
@@ -65,16 +78,25 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, tmp_path:
     result computes.
     """
     case = folded.build(name)
-    source, out, groups = case.save(tmp_path / "source"), tmp_path / "out", 3 + CASES.index(name) % 2
+    source, out, groups = (
+        case.save(tmp_path / "source"),
+        tmp_path / "out",
+        3 + CASES.index(name) % 2,
+    )
     records, *_ = fitted(source, out, groups, batches=batches_for(case.model, count=16))
     # on held-out tokens; behind the first layer, the output misses the errors of the layers below as well
     assert all(0 < output(record) < 1 and record.error_vs_mean < 1 for record in records)
     assert records[0].error_vs_mean < 0.8
     result = case.load(out)
-    assert distance(case.logits(result), case.logits(folded.placed(case, result, groups))) < folded.EXACT
+    assert (
+        distance(case.logits(result), case.logits(folded.placed(case, result, groups)))
+        < folded.EXACT
+    )
 
 
-@pytest.mark.parametrize("name", slow_but(EVERY_RUN, ["llama", "qwen2", "gpt2", "gpt_neox", "bloom", "t5", "bart"]))
+@pytest.mark.parametrize(
+    "name", slow_but(EVERY_RUN, ["llama", "qwen2", "gpt2", "gpt_neox", "bloom", "t5", "bart"])
+)
 def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path) -> None:
     """Through the whole closed loop, gradient stage allowed."""
     case = folded.build(name)
@@ -84,13 +106,19 @@ def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path)
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
-@pytest.mark.parametrize("name", [name for name in folded.SOME if name != "zamba2"])  # its modules share weights
-def test_an_installed_layer_computes_what_its_repeated_tensors_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in folded.SOME if name != "zamba2"]
+)  # its modules share weights
+def test_an_installed_layer_computes_what_its_repeated_tensors_do(
+    name: str, tmp_path: Path
+) -> None:
     """Rows gathered, or outputs repeated, in torch; and rows repeated in numpy by the layout's code."""
     case = folded.build(name)
     checkpoint = open_checkpoint(case.save(tmp_path / "source"))
     finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
-    found = {name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()}
+    found = {
+        name: parameter.detach().numpy() for name, parameter in case.model.state_dict().items()
+    }
     modules = find_modules(case.model, [layer.module for layer in finder.layers])
     before = case.logits()
     with ExitStack() as stack:
@@ -103,9 +131,15 @@ def test_an_installed_layer_computes_what_its_repeated_tensors_do(name: str, tmp
             others = {role: -array for role, array in vars(source).items() if array is not None}
             others |= {role: others[role][-groups:] for role in ("keys", "values")}
             merged = layout.merge_heads(replace(source, **others), tensors, groups)
-            for key, array in layout.merge_heads(replace(source, **others), merged, layer.kv_heads).items():
-                expected[f"{modules[layer.module]}.{key.removeprefix(f'{layer.module}.')}"] = torch.from_numpy(array)
-            module = MergedAttention(layout, merged, groups, case.model.get_submodule(modules[layer.module]))
+            for key, array in layout.merge_heads(
+                replace(source, **others), merged, layer.kv_heads
+            ).items():
+                expected[f"{modules[layer.module]}.{key.removeprefix(f'{layer.module}.')}"] = (
+                    torch.from_numpy(array)
+                )
+            module = MergedAttention(
+                layout, merged, groups, case.model.get_submodule(modules[layer.module])
+            )
             joined = module.joined(module.tensors)
             assert joined.keys() == {*layout.projections, *layout.output_names} & merged.keys()
             assert all(np.array_equal(tensor, merged[name]) for name, tensor in joined.items())
@@ -132,12 +166,18 @@ def test_moments_and_ridge_are_what_they_say() -> None:
     np.testing.assert_allclose(moment, expected, atol=1e-6)  # products are made in float32
 
     regression = Regression(biased=True)
-    regression.add(torch.from_numpy(rows).view(2, 15, 5), torch.from_numpy(targets).view(2, 15, 4), torch.ones(2, 15))
+    regression.add(
+        torch.from_numpy(rows).view(2, 15, 5),
+        torch.from_numpy(targets).view(2, 15, 4),
+        torch.ones(2, 15),
+    )
     change = regression.change(0.3)
     # the same as least squares with rows that keep the change small
     penalty = np.sqrt(0.3 * np.mean(np.diag(extended.T @ extended)[:5])) * np.eye(6)
     zeros = np.zeros((6, 4))
-    solution = np.linalg.lstsq(np.concatenate([extended, penalty]), np.concatenate([targets, zeros]), rcond=None)[0]
+    solution = np.linalg.lstsq(
+        np.concatenate([extended, penalty]), np.concatenate([targets, zeros]), rcond=None
+    )[0]
     np.testing.assert_allclose(change.numpy(), solution, atol=1e-5)
     left = np.square(targets - extended @ solution).sum()
     assert regression.error(change) == pytest.approx(left)
@@ -156,11 +196,15 @@ def test_errors_count_by_their_weights() -> None:
     solution = np.linalg.lstsq(roots * rows.reshape(100, 5), wanted, rcond=None)[0]
     np.testing.assert_allclose(regression.change(1e-9).numpy(), solution, atol=1e-5)
     assert regression.power == pytest.approx(np.square(wanted).sum())
-    call = AttentionCall(states, (), {}, errors, errors, torch.from_numpy(weights), number=0, all_rows=2)
+    call = AttentionCall(
+        states, (), {}, errors, errors, torch.from_numpy(weights), number=0, all_rows=2
+    )
     assert float(call.squared(errors)) == pytest.approx(np.square(wanted).sum())
 
 
-def test_an_error_in_a_massive_state_counts_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_massive_state_counts_by_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One token's embedding is a hundred times as long as all others, and so is every state that it enters."""
     case = folded.build("llama")
     embeddings = case.model.get_input_embeddings().weight
@@ -184,7 +228,10 @@ def test_an_error_in_a_massive_state_counts_by_its_length(tmp_path: Path, monkey
 
 
 def test_tokens_are_read_as_beginnings() -> None:
-    blocks = [{"input_ids": torch.arange(400 * number, 400 * number + 400).view(4, 100)} for number in range(2)]
+    blocks = [
+        {"input_ids": torch.arange(400 * number, 400 * number + 400).view(4, 100)}
+        for number in range(2)
+    ]
     (batch,) = beginnings(blocks, blocks)
     assert batch.keys() == {"input_ids"}
     assert batch["input_ids"].shape == (48, 1)
@@ -206,7 +253,9 @@ def test_tokens_are_read_as_beginnings() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 100.0])
-def test_held_out_text_decides_how_much_is_repaired(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_text_decides_how_much_is_repaired(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -243,11 +292,20 @@ def test_least_finds_the_bottom() -> None:
         assert len(asked) == len(set(asked)) < 13
 
 
-def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, fast_bfloat16: bool) -> None:
+def test_precision_is_reduced_for_wide_sources_of_16_bits(
+    tmp_path: Path, fast_bfloat16: bool
+) -> None:
     for hidden_size, dtype in ((128, torch.bfloat16), (256, torch.float32), (256, torch.bfloat16)):
-        sizes = {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 64}
+        sizes = {
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+            "intermediate_size": 32,
+            "vocab_size": 64,
+        }
         folder = tmp_path / f"{hidden_size}-{dtype}"
-        LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes)).to(dtype).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes)).to(dtype).save_pretrained(
+            folder
+        )
         is_reduced = precision_of(plan_of(folder, 2), torch.device("cpu")) is not nullcontext
         assert is_reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
 
@@ -255,21 +313,34 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(tmp_path: Path, fast_b
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
     """A Llama whose products are reduced, with a head of its own."""
-    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 320, "vocab_size": VOCAB}
+    sizes = {
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 320,
+        "vocab_size": VOCAB,
+    }
     config = LlamaConfig(hidden_size=256, num_key_value_heads=4, tie_word_embeddings=False, **sizes)
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "wide") or tmp_path / "wide"
+    return (
+        LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "wide") or tmp_path / "wide"
+    )
 
 
 def test_weights_of_16_bits_compute_what_widened_ones_do(wide: Path) -> None:
     """Under autocast and outside of it, bit for bit; and they take what the estimate says."""
     whole, halves = open_model(wide), open_model(wide, halves=True)
     types = {name: parameter.dtype for name, parameter in halves.named_parameters()}
-    assert {types[name] for name in ("lm_head.weight", "model.layers.1.self_attn.q_proj.weight")} == {torch.bfloat16}
-    assert {types[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
+    assert {
+        types[name] for name in ("lm_head.weight", "model.layers.1.self_attn.q_proj.weight")
+    } == {torch.bfloat16}
+    assert {types[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {
+        torch.float32
+    }
     taken = sum(parameter.nbytes for parameter in halves.parameters())
     assert (
-        taken == held_bytes(open_checkpoint(wide), halves=True) < 0.6 * held_bytes(open_checkpoint(wide), halves=False)
+        taken
+        == held_bytes(open_checkpoint(wide), halves=True)
+        < 0.6 * held_bytes(open_checkpoint(wide), halves=False)
     )
     (batch, *_) = batches_for(whole)
     for precision in (nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)):
@@ -277,7 +348,9 @@ def test_weights_of_16_bits_compute_what_widened_ones_do(wide: Path) -> None:
             assert torch.equal(halves(**batch).logits, whole(**batch).logits)
 
 
-def test_matrices_are_held_in_halves_where_nothing_changes_by_it(wide: Path, tmp_path: Path) -> None:
+def test_matrices_are_held_in_halves_where_nothing_changes_by_it(
+    wide: Path, tmp_path: Path
+) -> None:
     assert half_type(open_checkpoint(wide)) == "BF16"
     tied = folded.build("qwen2").model.half()
     tied.save_pretrained(tmp_path / "tied")
@@ -308,7 +381,9 @@ def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_weights_on_the_disk_change_nothing(reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_the_disk_change_nothing(
+    reduced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def precision(_: Any, device: torch.device) -> Any:
@@ -322,7 +397,9 @@ def test_weights_on_the_disk_change_nothing(reduced: bool, tmp_path: Path, monke
     monkeypatch.setattr(model_loading, "free_memory", lambda device: 0)
     fitted(source, tmp_path / "disk", batches=batches)
     assert digests(tmp_path / "memory") == digests(tmp_path / "disk")
-    assert set(asked) == {"cpu"}, "weights on the disk are on the device `meta`, which multiplies nothing"
+    assert set(asked) == {"cpu"}, (
+        "weights on the disk are on the device `meta`, which multiplies nothing"
+    )
 
 
 @pytest.mark.slow
@@ -336,7 +413,9 @@ def test_killed_it_goes_on_to_the_bytes_of_a_straight_run(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 
     def options(kl_steps: int) -> ConversionOptions:
-        return ConversionOptions(calibration=CalibrationOptions(source=text, tokens=1500, steps=3, kl_steps=kl_steps))
+        return ConversionOptions(
+            calibration=CalibrationOptions(source=text, tokens=1500, steps=3, kl_steps=kl_steps)
+        )
 
     done = convert_checkpoint(small, straight, 3, options(8)).calibration
     assert done is not None
@@ -347,10 +426,15 @@ def test_killed_it_goes_on_to_the_bytes_of_a_straight_run(
         if progress.detail.startswith(killed_at):
             die()
 
-    status, problem = in_child(lambda: convert_checkpoint(small, resumed, 3, options(kl_steps), on_layer=killed))
+    status, problem = in_child(
+        lambda: convert_checkpoint(small, resumed, 3, options(kl_steps), on_layer=killed)
+    )
     assert (status, problem) == (-signal.SIGKILL, "")
     assert not resumed.exists()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / ".resumed.gqa-merging").glob("layer-*")}
+    kept = {
+        path: path.stat().st_mtime_ns
+        for path in (tmp_path / ".resumed.gqa-merging").glob("layer-*")
+    }
     assert len(kept) == finished
 
     def look(_: Any) -> None:
@@ -360,15 +444,22 @@ def test_killed_it_goes_on_to_the_bytes_of_a_straight_run(
     assert result.calibration == done
     assert digests(straight) == digests(resumed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "straight"]
-    assert set(result.merge_error) == {f"model.layers.{layer}.self_attn.output" for layer in range(3)}
+    assert set(result.merge_error) == {
+        f"model.layers.{layer}.self_attn.output" for layer in range(3)
+    }
 
 
-def test_gradient_steps_that_do_not_help_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_steps_that_do_not_help_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = folded.build("llama").save(tmp_path / "source")
     without, *_ = fitted(source, tmp_path / "without", steps=0)
 
     def spoiled(optimizer: Any) -> Any:
-        return [{name: tensor.detach() + 1 for name, tensor in parts.items()} for parts in optimizer.layers]
+        return [
+            {name: tensor.detach() + 1 for name, tensor in parts.items()}
+            for parts in optimizer.layers
+        ]
 
     monkeypatch.setattr(RelativeAdam, "results", spoiled)
     spoilt, *_ = fitted(source, tmp_path / "spoilt", steps=4)
@@ -384,7 +475,8 @@ def test_gates_beside_queries_stay_as_they_are(tmp_path: Path) -> None:
     assert names
     for name in names:
         (queries, gates), (new_queries, new_gates) = (
-            weights[name].unflatten(0, (folded.HEADS, 2, -1)).unbind(1) for weights in (before, after)
+            weights[name].unflatten(0, (folded.HEADS, 2, -1)).unbind(1)
+            for weights in (before, after)
         )
         assert torch.equal(gates, new_gates)
         assert not torch.equal(queries, new_queries)
@@ -402,14 +494,21 @@ def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
 def test_a_type_without_classes_can_be_factored_only(text: Path, tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     options = ConversionOptions(calibration=CalibrationOptions(source=text))
-    with pytest.raises(OptionError, match=r"transformers has no class of type chatglm.*--method factor"):
+    with pytest.raises(
+        OptionError, match=r"transformers has no class of type chatglm.*--method factor"
+    ):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, options)
     assert not (tmp_path / "out").exists()
 
 
 def test_memory_does_not_grow_by_layer(tmp_path: Path) -> None:
     """Of 12 layers, counted by all tensors that are alive when one has been merged."""
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 12, "intermediate_size": 32}
+    sizes = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "num_hidden_layers": 12,
+        "intermediate_size": 32,
+    }
     model = LlamaForCausalLM(LlamaConfig(hidden_size=48, vocab_size=VOCAB, **sizes))
     model.save_pretrained(tmp_path / "source")
     alive: list[int] = []

@@ -26,10 +26,20 @@ NO_MEMORY = (DeviceMemoryError, "out of memory.*--calibration-tokens.*same comma
 @pytest.mark.parametrize(
     ("module", "name", "problem", "told"),
     [
-        (layer_store, "write_whole", FULL, (NoSpaceError, "disk or quota of .* is full.*make room.*same command")),
+        (
+            layer_store,
+            "write_whole",
+            FULL,
+            (NoSpaceError, "disk or quota of .* is full.*make room.*same command"),
+        ),
         (one_layer, "RelativeAdam", MemoryError(), NO_MEMORY),
         (one_layer, "RelativeAdam", torch.OutOfMemoryError("CUDA"), NO_MEMORY),
-        (one_layer, "RelativeAdam", RuntimeError("shapes do not fit"), (RuntimeError, "^shapes do not fit$")),
+        (
+            one_layer,
+            "RelativeAdam",
+            RuntimeError("shapes do not fit"),
+            (RuntimeError, "^shapes do not fit$"),
+        ),
     ],
 )
 def test_full_disks_and_memories_are_told_and_other_errors_stay_what_they_are(
@@ -47,7 +57,9 @@ def test_full_disks_and_memories_are_told_and_other_errors_stay_what_they_are(
     calibrate_on(batches_for(open_model(source)), monkeypatch)
     monkeypatch.setattr(module, name, failing)
     monkeypatch.setattr(LayerStore, "__enter__", lambda store: store.path.mkdir() or store)
-    options = CalibrationOptions("python-stdlib", tokens=8, sequence_length=8, steps=2, device="cpu")
+    options = CalibrationOptions(
+        "python-stdlib", tokens=8, sequence_length=8, steps=2, device="cpu"
+    )
     with pytest.raises(told[0], match=told[1]) as caught:
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(calibration=options))
     assert "\n" not in str(caught.value)

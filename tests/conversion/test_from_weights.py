@@ -41,9 +41,13 @@ def test_a_kill_between_layers(
         write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
     made = []
     original = from_weights.merge_layer
-    monkeypatch.setattr(from_weights, "merge_layer", lambda *given: made.append(given) or original(*given))
+    monkeypatch.setattr(
+        from_weights, "merge_layer", lambda *given: made.append(given) or original(*given)
+    )
     if not made_again:
-        with pytest.raises(OutputError, match="keeps 2 merged layers of an interrupted run with another"):
+        with pytest.raises(
+            OutputError, match="keeps 2 merged layers of an interrupted run with another"
+        ):
             convert_checkpoint(source, out, groups, ConversionOptions(method="factor"))
         assert not made
         shutil.rmtree(tmp_path / ".out.gqa-merging")

@@ -46,7 +46,10 @@ def shapes(batches: Any) -> list[tuple[int, ...]]:
     ],
 )
 def test_whole_blocks_are_held_out_by_tokens(
-    sizes: list[tuple[int, int]], share: int, left: list[tuple[int, int]], held_out: list[tuple[int, int]]
+    sizes: list[tuple[int, int]],
+    share: int,
+    left: list[tuple[int, int]],
+    held_out: list[tuple[int, int]],
 ) -> None:
     batches = [text(rows, length, number) for number, (rows, length) in enumerate(sizes)]
     found = hold_out(batches, share)
@@ -60,17 +63,23 @@ def converted(
 ) -> ConversionResult:
     """A conversion on random tokens."""
     learned = [text(4, 40, seed) for seed in range(3)]
-    made = Calibration(learned, 480, 40, "", "text", held_out=held_out, label="text.txt", fresh=[text(4, 40, 9)])
+    made = Calibration(
+        learned, 480, 40, "", "text", held_out=held_out, label="text.txt", fresh=[text(4, 40, 9)]
+    )
     monkeypatch.setattr(run, "prepare_calibration", lambda *_: made)
     options = CalibrationOptions("python-stdlib", **STATED | stated)
     return convert_checkpoint(source, out, 3, ConversionOptions(method="fit", calibration=options))
 
 
-def test_the_divergence_is_that_of_the_published_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_divergence_is_that_of_the_published_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the definition, of both checkpoints as they lie on the disk, in float32."""
     monkeypatch.setattr(distillation, "RATE", 2e-2)
     case = folded.build("llama")
-    source = case.model.to(torch.bfloat16).save_pretrained(tmp_path / "source") or tmp_path / "source"
+    source = (
+        case.model.to(torch.bfloat16).save_pretrained(tmp_path / "source") or tmp_path / "source"
+    )
     held_out = [text(2, 40, 7), text(1, 40, 8)]
     for name, steps in (("layers", 0), ("whole", 25)):
         result = converted(source, tmp_path / name, monkeypatch, held_out, kl_steps=steps)
@@ -85,7 +94,9 @@ def test_the_divergence_is_that_of_the_published_bytes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("kl_steps", [0, 25])
-def test_text_that_is_held_out_decides_nothing(kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_held_out_decides_nothing(
+    kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a strength nor whether the last stage is worth its time or helped; nor is anything trained on it."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
@@ -99,7 +110,10 @@ def test_text_that_is_held_out_decides_nothing(kl_steps: int, tmp_path: Path, mo
 
     monkeypatch.setattr(distillation.Student, "divergence", noted)
     measured = set()
-    for name, held_out in (("one", text(1, 40, 5)), ("other", {"input_ids": torch.full((1, 40), 7)})):
+    for name, held_out in (
+        ("one", text(1, 40, 5)),
+        ("other", {"input_ids": torch.full((1, 40), 7)}),
+    ):
         result = converted(source, tmp_path / name, monkeypatch, [held_out], kl_steps=kl_steps)
         assert result.calibration is not None
         assert result.calibration.kl is not None
@@ -113,7 +127,15 @@ def test_text_that_is_held_out_decides_nothing(kl_steps: int, tmp_path: Path, mo
 
 def test_where_nothing_is_left_to_hold_out_no_figure_is_given(small: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(Path(calibration_text.__file__).read_text()[:3000])
-    options = ["-c", tmp_path / "text.txt", "--no-mix", "--fit-steps", "1", "--calibration-length", "64"]
+    options = [
+        "-c",
+        tmp_path / "text.txt",
+        "--no-mix",
+        "--fit-steps",
+        "1",
+        "--calibration-length",
+        "64",
+    ]
     shown = command("convert", small, tmp_path / "out", "-n", "1", *options)
     assert shown.returncode == 0, shown.stderr
     assert "KL divergence" not in shown.stdout

@@ -30,7 +30,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers that can become a DeciLM, with the bundled tokenizer."""
     folder = tmp_path_factory.mktemp("layers") / "source"
     make_checkpoint(
-        "llama", folder, head_dim=8, intermediate_size=256, num_hidden_layers=4, vocab_size=2048, shards="1MB"
+        "llama",
+        folder,
+        head_dim=8,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        vocab_size=2048,
+        shards="1MB",
     )
     demo_tokenizer().save_pretrained(folder)
     return folder
@@ -54,19 +60,27 @@ def test_the_plan(source: Path) -> None:
     assert plan.tensor_parallel_degrees() == [1]
     assert plan.loads_in == {"vLLM", "llama.cpp"}
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-    assert [computes_otherwise(engine, plan.config | scaled) for engine in LOADERS] == [False, False, True]
+    assert [computes_otherwise(engine, plan.config | scaled) for engine in LOADERS] == [
+        False,
+        False,
+        True,
+    ]
     assert make_plan(open_checkpoint(source), [6, 4, 2, 2]).tensor_parallel_degrees() == [1, 2]
 
 
 def test_fit_on_text(source: Path, text: Path, tmp_path: Path) -> None:
     """Layers with the source's number are copies, and the others are fitted."""
     seen: list[tuple[int, int]] = []
-    fitting = CalibrationOptions(text, tokens=512, sequence_length=64, steps=2, kl_steps=2, mix=False, device="cpu")
+    fitting = CalibrationOptions(
+        text, tokens=512, sequence_length=64, steps=2, kl_steps=2, mix=False, device="cpu"
+    )
 
     def look(progress: Any) -> None:
         seen.append((progress.layer and progress.done, progress.total))
 
-    convert_checkpoint(source, tmp_path / "out", COUNTS, ConversionOptions(calibration=fitting), on_layer=look)
+    convert_checkpoint(
+        source, tmp_path / "out", COUNTS, ConversionOptions(calibration=fitting), on_layer=look
+    )
     assert (3, 3) in seen
     report = verify_checkpoint(tmp_path / "out", source)
     assert report.passed, failed(report)
@@ -86,7 +100,10 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE
     shown = run("convert", factored, "--groups", "1", "-m", "mean", "--dry-run").stdout
     assert "12 query heads, 1 to 12 -> 1 K/V heads in 4 attention layers" in shown
-    with pytest.raises(GroupsError, match=r"--groups 2 does not fit .* 3 K/V heads .* in layer 2: choose one of 1, 3$"):
+    with pytest.raises(
+        GroupsError,
+        match=r"--groups 2 does not fit .* 3 K/V heads .* in layer 2: choose one of 1, 3$",
+    ):
         make_plan(open_checkpoint(factored), 2)
 
 
@@ -99,14 +116,20 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
         ("12,,3,1", ("--groups", "''", "is not a whole number above 0")),
     ],
 )
-def test_a_bad_list_writes_nothing(listed: str, words: tuple[str, ...], source: Path, tmp_path: Path) -> None:
-    assert_mistake(run("convert", source, tmp_path / "out", "--groups", listed, "-m", "mean"), *words)
+def test_a_bad_list_writes_nothing(
+    listed: str, words: tuple[str, ...], source: Path, tmp_path: Path
+) -> None:
+    assert_mistake(
+        run("convert", source, tmp_path / "out", "--groups", listed, "-m", "mean"), *words
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
     mixtral = make_checkpoint("mixtral", tmp_path / "mixtral")
-    with pytest.raises(GroupsError, match=r"all layers of a mixtral have one number of K/V heads: give one"):
+    with pytest.raises(
+        GroupsError, match=r"all layers of a mixtral have one number of K/V heads: give one"
+    ):
         make_plan(open_checkpoint(mixtral), [12, 3])
     odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)
     assert make_plan(open_checkpoint(odd), [3, 3]).stated_groups == 3

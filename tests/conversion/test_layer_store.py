@@ -15,7 +15,10 @@ from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, laye
 from gqa_convert.errors import OutputError
 
 RECORD = {"module": "a", "errors": {"a.keys": 0.5, "a.values": 0.25}, "head_order": [1, 0]}
-LAYER = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(2, ml_dtypes.bfloat16)}
+LAYER = {
+    "weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "bias": np.ones(2, ml_dtypes.bfloat16),
+}
 
 
 @contextmanager
@@ -47,7 +50,9 @@ def test_other_work_and_damage(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-5])
     with interrupted(tmp_path) as store:
         assert (store.record(layer_key(0)), store.layer(1)) == (RECORD, None)
-        assert {path.name for path in store.files(layer_key(0)).values()} == {"layer-00000.safetensors"}
+        assert {path.name for path in store.files(layer_key(0)).values()} == {
+            "layer-00000.safetensors"
+        }
 
 
 def test_layers_of_other_work_are_refused_and_stay(tmp_path: Path) -> None:
@@ -56,7 +61,10 @@ def test_layers_of_other_work_are_refused_and_stay(tmp_path: Path) -> None:
         store.check("text", {"digest": "one", "tokens": 5})
     kept = tmp_path / ".out.gqa-merging"
     told = re.escape(f"{kept} keeps 1 merged layers of an interrupted run with another made: ")
-    with pytest.raises(OutputError, match=told), LayerStore(tmp_path / "out", {"made": 2}, keep=True):
+    with (
+        pytest.raises(OutputError, match=told),
+        LayerStore(tmp_path / "out", {"made": 2}, keep=True),
+    ):
         pass
     with LayerStore(tmp_path / "out", {"made": 1}, keep=True) as store:
         with pytest.raises(OutputError, match="another digest: repeat"):
@@ -66,7 +74,10 @@ def test_layers_of_other_work_are_refused_and_stay(tmp_path: Path) -> None:
     with interrupted(tmp_path) as store:
         store.write(layer_key(0), LAYER, RECORD)
     (kept / "state.json").unlink()
-    with pytest.raises(OutputError, match="another made"), LayerStore(tmp_path / "out", {"made": 1}, keep=True):
+    with (
+        pytest.raises(OutputError, match="another made"),
+        LayerStore(tmp_path / "out", {"made": 1}, keep=True),
+    ):
         pass
 
 
@@ -83,7 +94,9 @@ def test_the_first_run_decides_once_it_has_stored_something(tmp_path: Path) -> N
         assert store.settle("decisions", {"no_own_text": "new"}) == {"no_own_text": "new"}
 
 
-def test_a_store_that_cannot_be_opened_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_opened_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError("full")
 
@@ -96,7 +109,9 @@ def test_a_store_that_cannot_be_opened_leaves_no_lock(tmp_path: Path, monkeypatc
         pass
 
 
-def test_what_is_written_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LayerStore(tmp_path / "out", {}, keep=False) as store:
         store.write("together", {}, {"kl_steps": 0})
         assert (store.record("together"), store.read("together")) == ({"kl_steps": 0}, {})
@@ -119,7 +134,9 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_is_made_again_where_its_holder_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_made_again_where_its_holder_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the moment that this run finds the folder and the moment that it locks it."""
     take, calls = layer_store.try_lock, []
 

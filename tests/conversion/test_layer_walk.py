@@ -25,7 +25,8 @@ def batches_for(model: Any) -> list[dict[str, Tensor]]:
     """Two batches of different lengths with padding."""
     given, _ = elsewhere.batch(model)
     shorter = {
-        name: tensor if name == "input_features" else tensor[:, :-1].contiguous() for name, tensor in given.items()
+        name: tensor if name == "input_features" else tensor[:, :-1].contiguous()
+        for name, tensor in given.items()
     }
     return [given, shorter]
 
@@ -34,7 +35,8 @@ def changed(module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Other weights of an attention module."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: parameter.detach() + 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        name: parameter.detach()
+        + 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
         for name, parameter in module.named_parameters()
         if parameter.dim() == 2 and not OTHER.search(name)
     }
@@ -75,20 +77,28 @@ def check(case: str, *, encoder: bool = False) -> None:
     modules = {name: changed_model.get_submodule(name) for name in names}
     projections = {name: module.get_submodule(output) for name, module in modules.items()}
     expected, _ = ordinary(model, batches, [])
-    expected_of_student, seen = ordinary(changed_model, batches, [*modules.values(), *projections.values()])
+    expected_of_student, seen = ordinary(
+        changed_model, batches, [*modules.values(), *projections.values()]
+    )
     walk = LayerWalk(model, batches, names, output)
     source, student = walk.streams(2)
     for layer in walk.layers:
-        weights = {name: partial(replaced, walk.module(name), changes[name]) for name in layer.attention}
+        weights = {
+            name: partial(replaced, walk.module(name), changes[name]) for name in layer.attention
+        }
         for name in layer.attention:
-            before = {other: weights[other] for other in layer.attention[: layer.attention.index(name)]}
+            before = {
+                other: weights[other] for other in layer.attention[: layer.attention.index(name)]
+            }
             captured = student.attention(layer, name, before)
             for number, call in enumerate(captured.calls):
                 entered, _ = seen[modules[name]][number]
                 assert distance(call.hidden, entered) < 1e-4
                 with weights[name](), torch.no_grad():
                     found = captured.run(call)
-                for own, oracle in zip(found, reversed(seen[projections[name]][number]), strict=True):
+                for own, oracle in zip(
+                    found, reversed(seen[projections[name]][number]), strict=True
+                ):
                     assert distance(own.reshape(oracle.shape), oracle) < 1e-4
                 assert torch.equal(captured.run(call)[0], call.output)
         source.advance(layer)
@@ -114,7 +124,9 @@ def test_a_student_equals_ordinary_calls(case: str) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", slow_but(EVERY_RUN, ["t5", "bart", "marian", "whisper", "switch_transformers"]))
+@pytest.mark.parametrize(
+    "case", slow_but(EVERY_RUN, ["t5", "bart", "marian", "whisper", "switch_transformers"])
+)
 def test_a_student_reads_its_own_encoder(case: str) -> None:
     check(case, encoder=True)
 

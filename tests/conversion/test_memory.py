@@ -41,11 +41,17 @@ def test_each_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twice.disk_bytes == once.disk_bytes
     assert once.offloaded_bytes == 4 * plan.parameters_before
     sizes = {"tokens": 2048, "sequence_length": 512}
-    assert estimate(**sizes, kl_steps=20).memory_bytes > 1.1 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
+    assert (
+        estimate(**sizes, kl_steps=20).memory_bytes
+        > 1.1 * estimate(**sizes, kl_steps=0, mix=False).memory_bytes
+    )
     assert estimate(**sizes).memory_bytes == estimate(**sizes, kl_steps=20).memory_bytes
     assert "then up to 20 steps on all layers together" in estimate(**sizes, kl_steps=20).work
     monkeypatch.setattr(memory, "available_memory", lambda _: 64 * GIB)
-    assert (estimate("mean").tokens, estimate("mean").disk_bytes) == (None, plan_by("mean").disk_bytes)
+    assert (estimate("mean").tokens, estimate("mean").disk_bytes) == (
+        None,
+        plan_by("mean").disk_bytes,
+    )
     assert estimate("factor").disk_bytes > estimate("mean").disk_bytes
 
 
@@ -64,7 +70,9 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
         assert estimate(**sizes, kl_steps=0, mix=False) == plain
         assert bool(found.left_out) is (free < best.memory_bytes)
     options = CalibrationOptions("text.txt", **sizes)
-    whole, least = (memory._last_stage_free(plan_by("fit"), options, recompute=again) for again in (False, True))
+    whole, least = (
+        memory._last_stage_free(plan_by("fit"), options, recompute=again) for again in (False, True)
+    )
     base = memory._STAGE_BASE / memory._STAGE_SHARE
     assert whole - base > 1.5 * (least - base)
     for free, recomputes, trains in (
@@ -96,4 +104,7 @@ def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> N
         trained += sum(tensor.nbytes for name, tensor in weights.items() if name.endswith("weight"))
     fused = sum(tensor.nbytes for key, tensor in case.model.named_parameters() if "c_attn" in key)
     assert bool(fused) is (name == "gpt2")
-    assert memory.last_stage_bytes(plan, 0, "cpu", recompute=False) == memory._STAGE_BASE + 4 * trained + fused
+    assert (
+        memory.last_stage_bytes(plan, 0, "cpu", recompute=False)
+        == memory._STAGE_BASE + 4 * trained + fused
+    )

@@ -45,7 +45,12 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared(source: Any, *, model: Path = DEMO, **options: Any) -> Any:
     plan = make_plan(open_checkpoint(str(model)), 3, method="fit")
-    given = {"tokens": 100 * LENGTH, "sequence_length": LENGTH, "kl_steps": 0, "device": "cpu"} | options
+    given = {
+        "tokens": 100 * LENGTH,
+        "sequence_length": LENGTH,
+        "kl_steps": 0,
+        "device": "cpu",
+    } | options
     return prepare_calibration(plan, CalibrationOptions(source, **given))
 
 
@@ -60,15 +65,22 @@ def test_a_quarter_of_the_blocks_is_mixed_in(words: Path) -> None:
     assert len(texts) == 100
     assert sum("zebra" in text for text in texts) == 75
     half = texts[:50], texts[50:]
-    assert all(abs(sum("zebra" in text for text in part) - 37.5) < 3 for part in half), "in every part of the text"
-    assert re.search(r"; mixed in: 10% text of its own, 8% Python sources, 7% made-up records$", made.description)
+    assert all(abs(sum("zebra" in text for text in part) - 37.5) < 3 for part in half), (
+        "in every part of the text"
+    )
+    assert re.search(
+        r"; mixed in: 10% text of its own, 8% Python sources, 7% made-up records$", made.description
+    )
     assert made.mixed_in == "10% text of its own, 8% Python sources, 7% made-up records"
 
 
 def test_a_model_with_a_chat_template_converses(words: Path, tmp_path: Path) -> None:
     model = with_chat_template(tmp_path / "model")
     made = prepared(str(words), model=model, tokens=200 * LENGTH)
-    assert "mixed in: 5% text of its own, 5% conversations of its own, 8% Python sources" in made.description
+    assert (
+        "mixed in: 5% text of its own, 5% conversations of its own, 8% Python sources"
+        in made.description
+    )
     texts = decoded(made.batches)
     assert sum("zebra" in text for text in texts) == 150
     assert 5 <= sum("<user>" in text or "<assistant>" in text for text in texts) <= 10
@@ -79,7 +91,9 @@ def test_nothing_is_mixed_in_unasked_or_where_nothing_is_trained(words: Path) ->
     assert all("zebra" in text for text in decoded(plain.batches))
     assert plain.mixed_in == ""
     plan = make_plan(open_checkpoint(str(DEMO)), 3, method="factor")
-    factored = prepare_calibration(plan, CalibrationOptions(str(words), tokens=640, sequence_length=LENGTH))
+    factored = prepare_calibration(
+        plan, CalibrationOptions(str(words), tokens=640, sequence_length=LENGTH)
+    )
     assert all("zebra" in text for text in decoded(factored.batches))
 
 
@@ -99,8 +113,12 @@ def test_kinds_that_the_user_brings_are_not_mixed_in() -> None:
     assert len(mixed(["a", "b"], 0)) == 2
 
 
-def test_what_does_not_exist_is_refused_before_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_generation, "own_text", lambda *_, **__: pytest.fail("text was written"))
+def test_what_does_not_exist_is_refused_before_text_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        text_generation, "own_text", lambda *_, **__: pytest.fail("text was written")
+    )
     with pytest.raises(DataError, match=r"absent\.txt does not exist"):
         prepared("absent.txt")
 
@@ -121,13 +139,26 @@ def test_a_model_that_does_not_fit_or_cannot_write_is_calibrated_without_its_own
 
 
 def test_the_command_says_what_is_mixed_in(small: Path, words: Path, tmp_path: Path) -> None:
-    options = ["-n", "3", "-c", words, "--calibration-tokens", "640", "--calibration-length", "64", "--fit-steps", "1"]
+    options = [
+        "-n",
+        "3",
+        "-c",
+        words,
+        "--calibration-tokens",
+        "640",
+        "--calibration-length",
+        "64",
+        "--fit-steps",
+        "1",
+    ]
     shown = run("convert", small, tmp_path / "out", *options, "--kl-steps", "0")
     assert shown.returncode == 0, shown.stderr
     assert "note: mixed into the calibration text" in shown.stderr
     record = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["calibration"]
     assert "made-up records" in record["text"]
-    refused = run("convert", DEMO, tmp_path / "other", "-n", "3", "-m", "factor", "-c", words, "--no-mix")
+    refused = run(
+        "convert", DEMO, tmp_path / "other", "-n", "3", "-m", "factor", "-c", words, "--no-mix"
+    )
     assert refused.returncode == 2
     assert "--no-mix" in refused.stderr
 
@@ -152,7 +183,8 @@ def test_what_a_document_asks_for_stands_above() -> None:
         for question, answer in re.findall(r"What is the \w+ of (.+)\?\n(.+)", questions):
             asked += 1
             assert re.search(
-                rf"{re.escape(question)}(?s:.)*?{re.escape(answer)}|{re.escape(answer)}.*{re.escape(question)}", facts
+                rf"{re.escape(question)}(?s:.)*?{re.escape(answer)}|{re.escape(answer)}.*{re.escape(question)}",
+                facts,
             )
     assert asked > 50
     lengths = sorted(map(len, documents))
@@ -175,5 +207,7 @@ def test_questions_are_not_copied_over(words: Path, tmp_path: Path) -> None:
     assert len(drawn) == 4
     for row, expected in zip(drawn, whole, strict=True):
         assert np.array_equal(row, expected)
-    skipping = [bool(positions[-1] > 511) for batch in made.batches for positions in batch["position_ids"]]
+    skipping = [
+        bool(positions[-1] > 511) for batch in made.batches for positions in batch["position_ids"]
+    ]
     assert sum(skipping) == 4

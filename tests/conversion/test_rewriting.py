@@ -53,18 +53,38 @@ def rewritten(source: Path, folder: Path, **options: Any) -> Checkpoint:
 
 
 def _rope(part: float, /, **scaling: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": part} | scaling}
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": part,
+        }
+        | scaling
+    }
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2.0, 3, 4, 5]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2, 3],
+    "long_factor": [2.0, 3, 4, 5],
+}
 ORIGINAL = {"original_max_position_embeddings": 16}
 DYNAMIC = _rope(0.5, rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 4}
-UNTIED = {"tie_word_embeddings": False, "reorder_and_upcast_attn": True, "n_inner": None, "activation_function": "gelu"}
+UNTIED = {
+    "tie_word_embeddings": False,
+    "reorder_and_upcast_attn": True,
+    "n_inner": None,
+    "activation_function": "gelu",
+}
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "neox": ("gpt_neox", {"layer_norm_eps": 1e-3}, "phi"),
-    "neox, tied": ("gpt_neox", {"tie_word_embeddings": True, "hidden_act": "gelu_new"} | _rope(1.0), "phi"),
+    "neox, tied": (
+        "gpt_neox",
+        {"tie_word_embeddings": True, "hidden_act": "gelu_new"} | _rope(1.0),
+        "phi",
+    ),
     "neox, dynamic": ("gpt_neox", DYNAMIC, "phi"),
     "neox, yarn": ("gpt_neox", _rope(0.5, **YARN), "phi"),
     "neox, longrope": ("gpt_neox", _rope(1.0, **LONGROPE, **ORIGINAL), "phi"),
@@ -83,15 +103,23 @@ def build(name: str) -> Case:
 def test_decoders(name: str, tmp_path: Path) -> None:
     """With all heads and with merged ones, which replace those of the source's own class in the reference."""
     case = build(name)
-    source, out, groups = case.save(tmp_path / "source"), tmp_path / "out", 1 if case.model_type == "gpt2" else 3
+    source, out, groups = (
+        case.save(tmp_path / "source"),
+        tmp_path / "out",
+        1 if case.model_type == "gpt2" else 3,
+    )
     written = rewritten(source, tmp_path / "rewritten", groups=groups)
     unmerged = case.logits()
     assert written.config["model_type"] == CASES[name][2]
     stated = written.config.get("rope_parameters") or {}
-    assert stated.get("rope_theta") == written.config.get("rope_theta"), "for new clients and for old ones"
+    assert stated.get("rope_theta") == written.config.get("rope_theta"), (
+        "for new clients and for old ones"
+    )
     assert distance(case.logits(native.load(tmp_path / "rewritten")), unmerged) < FOLDED
     converted = convert_checkpoint(source, out, groups, STOCK)
-    assert converted.plan.parameters_after == sum(array.size for array in read_weights(out).values())
+    assert converted.plan.parameters_after == sum(
+        array.size for array in read_weights(out).values()
+    )
     pool(case, groups)
     result = native.load(out)
     assert result.config.model_type == CASES[name][2]
@@ -100,13 +128,20 @@ def test_decoders(name: str, tmp_path: Path) -> None:
     assert elsewhere.generated(result) == elsewhere.generated(case.model)
     cache = getattr(result(input_ids=elsewhere.PADDED), elsewhere.cache_name(result))
     assert all(layer.keys.shape[-3] == groups for layer in cache.layers)
-    changed = {change.name for change in converted.plan.changes if change.before != change.entry.shape}
+    changed = {
+        change.name for change in converted.plan.changes if change.before != change.entry.shape
+    }
     assert set(converted.merge_error) == changed
     filled = {name for name, error in converted.merge_error.items() if error == 0}
     assert all(name.endswith(".bias") for name in filled), "zeros, where the source has no bias"
-    assert all(0.1 < error < 1 for name, error in converted.merge_error.items() if name not in filled)
+    assert all(
+        0.1 < error < 1 for name, error in converted.merge_error.items() if name not in filled
+    )
     record = json.loads((out / "gqa_conversion.json").read_text())
-    assert (record["source"]["id"], record["source"]["model_type"]) == (str(source), case.model_type)
+    assert (record["source"]["id"], record["source"]["model_type"]) == (
+        str(source),
+        case.model_type,
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rewritten", "source"]
 
 
@@ -114,9 +149,17 @@ def test_the_route_is_chosen(tmp_path: Path) -> None:
     neox, gpt2 = (open_checkpoint(build(name).save(tmp_path / name)) for name in ("neox", "gpt2"))
     for checkpoint, groups, chosen in ((neox, 3, None), (neox, HEADS, True), (gpt2, 1, None)):
         assert plan_rewriting(checkpoint, groups, native=chosen).recipes
-    for checkpoint, groups, chosen in ((neox, 3, False), (neox, HEADS, None), (neox, [3, 12], None), (gpt2, 3, None)):
+    for checkpoint, groups, chosen in (
+        (neox, 3, False),
+        (neox, HEADS, None),
+        (neox, [3, 12], None),
+        (gpt2, 3, None),
+    ):
         assert plan_rewriting(checkpoint, groups, native=chosen) is checkpoint
-    with pytest.raises(OptionError, match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2"):
+    with pytest.raises(
+        OptionError,
+        match="no stock class computes the same as this gpt2: gpt_bigcode, which is GPT-2",
+    ):
         plan_rewriting(gpt2, 3, native=True)
 
 
@@ -131,14 +174,22 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
         (with_config("gpt2"), 3, "either one K/V head"),
         (with_config("gpt2", add_cross_attention=True), 1, "add_cross_attention"),
         (with_config("gpt2", scale_attn_weights=False), 1, "scale_attn_weights = False"),
-        (with_config("gpt2", scale_attn_by_inverse_layer_idx=True), 1, "scale_attn_by_inverse_layer_idx = True"),
+        (
+            with_config("gpt2", scale_attn_by_inverse_layer_idx=True),
+            1,
+            "scale_attn_by_inverse_layer_idx = True",
+        ),
         (with_config("neox", use_parallel_residual=False), 3, "use_parallel_residual = False"),
         (with_config("neox", rope_scaling={"type": "ntk", "factor": 2.0}), 3, "'ntk'"),
         (with_config("neox", rotary_pct=0.4), 3, "no pairs"),
         (with_config("neox", rotary_pct=1.5), 3, "makes no sense"),
         (with_config("neox", rope_parameters={"full": {"rope_theta": 1.0}}), 3, "rope_parameters"),
         (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "contains modelling code"),
-        (with_config("neox", architectures=["GPTNeoXForTokenClassification"]), 3, "GPTNeoXForTokenClassification"),
+        (
+            with_config("neox", architectures=["GPTNeoXForTokenClassification"]),
+            3,
+            "GPTNeoXForTokenClassification",
+        ),
         (with_config("neox", pad_token_id=64), 3, "pad_token_id = 64"),
         ({"model_type": "bloom"}, 3, "bloom"),
     ],
@@ -162,15 +213,30 @@ LARGE = {GAIN: torch.full((HIDDEN,), 6e4).half(), KEY: torch.full((288, HIDDEN),
 @pytest.mark.parametrize(
     ("changed", "missing", "error", "message"),
     [
-        ({"gpt_neox.layers.3.attention.dense.weight": NAN}, "", ConfigError, "does not belong to a gpt_neox"),
+        (
+            {"gpt_neox.layers.3.attention.dense.weight": NAN},
+            "",
+            ConfigError,
+            "does not belong to a gpt_neox",
+        ),
         ({}, UP, ConfigError, "is missing"),
         ({}, "embed_out.weight", ConfigError, "embed_out.weight"),
         ({GAIN: torch.full((HIDDEN,), torch.inf)}, "", NonFiniteError, "holds NaN or Inf"),
-        ({UP: torch.full((40, HIDDEN), torch.nan)}, "", NonFiniteError, "mlp.dense_h_to_4h.weight holds NaN or Inf"),
+        (
+            {UP: torch.full((40, HIDDEN), torch.nan)},
+            "",
+            NonFiniteError,
+            "mlp.dense_h_to_4h.weight holds NaN or Inf",
+        ),
         (LARGE, "", NonFiniteError, "too large for F16"),
         ({KEY: torch.ones(287, HIDDEN)}, "", ConfigError, "has shape"),
         ({GAIN: torch.ones(HIDDEN + 1)}, "", ConfigError, "has shape"),
-        ({KEY: torch.ones(288, HIDDEN, dtype=torch.int32)}, "", UnsupportedFormatError, "has type I32"),
+        (
+            {KEY: torch.ones(288, HIDDEN, dtype=torch.int32)},
+            "",
+            UnsupportedFormatError,
+            "has type I32",
+        ),
     ],
 )
 def test_damaged_sources(
@@ -185,7 +251,9 @@ def test_damaged_sources(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_fit_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its layers are those of the source, although the rewritten source lies in another folder each time."""
     case = build("neox")
     source = case.save(tmp_path / "source")
@@ -212,7 +280,9 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     planned = json.loads(dry.stdout)
     assert (planned["rewritten_from"], planned["model_type"]) == ("gpt_neox", "phi")
     assert planned["estimate"]["rewritten_bytes"] == 0
-    shown = run("convert", source, "--groups", 3, "--dry-run", "-m", "fit", "--calibration", __file__)
+    shown = run(
+        "convert", source, "--groups", 3, "--dry-run", "-m", "fit", "--calibration", __file__
+    )
     assert "gpt_neox as phi, into a folder beside OUT, " in shown.stdout, shown.stderr
     made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
     assert made.returncode == 0, made.stderr

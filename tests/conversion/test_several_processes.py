@@ -13,7 +13,15 @@ from tests.helpers.ranks import Job, convert
 
 SOURCE = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 OPTIONS = (
-    *("--groups", "3", "--calibration", "python-stdlib", "--calibration-tokens", "3072", "--no-mix"),
+    *(
+        "--groups",
+        "3",
+        "--calibration",
+        "python-stdlib",
+        "--calibration-tokens",
+        "3072",
+        "--no-mix",
+    ),
     *("--fit-steps", "6", "--kl-steps", "6"),
 )
 IN_FLOAT32 = {"GQA_CONVERT_MACHINE": json.dumps({"bfloat16": False})}
@@ -42,11 +50,17 @@ def assert_same(out: Path, alone: Path) -> None:
     """Numbers differ by rounding, decisions not at all."""
     one, several = (record(each) for each in (alone, out))
     assert several["calibration"]["digest"] == one["calibration"]["digest"]
-    assert several["calibration"]["kl"]["after"] == pytest.approx(one["calibration"]["kl"]["after"], rel=5e-3)
-    assert several["calibration"]["kl"]["before"] == pytest.approx(one["calibration"]["kl"]["before"], rel=5e-3)
+    assert several["calibration"]["kl"]["after"] == pytest.approx(
+        one["calibration"]["kl"]["after"], rel=5e-3
+    )
+    assert several["calibration"]["kl"]["before"] == pytest.approx(
+        one["calibration"]["kl"]["before"], rel=5e-3
+    )
     assert several.get("head_order") == one.get("head_order")
     for name, error in one["merge_error"].items():
-        rounding = 1e-5 if ".layers.0." in name else 2e-3  # later layers read what earlier ones were rounded to
+        rounding = (
+            1e-5 if ".layers.0." in name else 2e-3
+        )  # later layers read what earlier ones were rounded to
         assert several["merge_error"][name] == pytest.approx(error, rel=rounding)
 
 
@@ -94,7 +108,9 @@ def test_a_follower_that_dies_ends_the_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_told_once(processes: int, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_a_mistake_is_told_once(
+    processes: int, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     job = start(tmp_path / "out", processes, *options)
     assert job.wait(120) == [2] * processes, job.text()
     (line,) = job.complaints()

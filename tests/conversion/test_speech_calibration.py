@@ -32,12 +32,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_the_decoder_is_fitted_on_what_is_said_in_a_folder(tmp_path: Path, source: Path) -> None:
     folder = sound_folder(tmp_path / "sounds", 40)
-    converted = convert_checkpoint(source, tmp_path / "folder", 3, options(source=str(folder), tokens=200))
+    converted = convert_checkpoint(
+        source, tmp_path / "folder", 3, options(source=str(folder), tokens=200)
+    )
     assert converted.calibration is not None
     speech = SpeechModel(load_model(source, torch.float32)[0], source)
     batches = speech_batches(speech, list_audio_files(folder), SpeechSize(200, 25, 0), seed=0)
     assert converted.calibration.digest == digest_of([], batches.layers)
-    assert converted.calibration.tokens == sum(batch["decoder_input_ids"].numel() for batch in batches.layers)
+    assert converted.calibration.tokens == sum(
+        batch["decoder_input_ids"].numel() for batch in batches.layers
+    )
     one = weights(tmp_path / "folder")
     changed = [name for name in one if "decoder" in name and "k_proj.weight" in name]
     assert len(changed) == 4  # self- and cross-attention of two layers
@@ -47,7 +51,9 @@ def test_the_decoder_is_fitted_on_what_is_said_in_a_folder(tmp_path: Path, sourc
     assert all(torch.equal(one[name], weights(source)[name]) for name in encoder)
 
 
-def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(tmp_path: Path, source: Path) -> None:
+def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(
+    tmp_path: Path, source: Path
+) -> None:
     (tmp_path / "notes.txt").write_text("no sound")
     out = tmp_path / "out"
     with pytest.raises(DataError, match="is no folder"):

@@ -10,7 +10,18 @@ from tests.helpers.tiny import VOCAB, make_config, make_model
 
 LENGTH, CONTEXT = 640, 5000
 BEGIN = LENGTH - LENGTH // 4
-ROTARY = ("llama", "mistral", "qwen3", "glm", "phi", "phi3", "stablelm", "cohere", "gemma2", "gpt_oss")
+ROTARY = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "glm",
+    "phi",
+    "phi3",
+    "stablelm",
+    "cohere",
+    "gemma2",
+    "gpt_oss",
+)
 """Different ways of rotating heads, and of masks with windows."""
 
 
@@ -58,8 +69,15 @@ def test_what_is_not_stretched() -> None:
         ({"max_position_embeddings": 4096}, 4096),
         ({"max_position_embeddings": 1 << 20}, FARTHEST),
         ({"max_position_embeddings": 4096, "sliding_window": 512}, 512),
-        ({"max_position_embeddings": 4096, "sliding_window": 512, "use_sliding_window": False}, 4096),
-        ({"max_position_embeddings": 1 << 17, "original_max_position_embeddings": 4096} | LONGROPE, 4096),
+        (
+            {"max_position_embeddings": 4096, "sliding_window": 512, "use_sliding_window": False},
+            4096,
+        ),
+        (
+            {"max_position_embeddings": 1 << 17, "original_max_position_embeddings": 4096}
+            | LONGROPE,
+            4096,
+        ),
         ({}, 2048),
     ],
 )
@@ -80,8 +98,12 @@ def test_a_skip_is_read_as_the_distance(model_type: str) -> None:
     mask = torch.ones_like(ids)
     mask[:, before : before + gap] = 0
     with torch.inference_mode():
-        wanted = model(input_ids=ids, attention_mask=mask, position_ids=torch.arange(ids.shape[1])[None]).logits
-        found = model(input_ids=ids[:, kept], attention_mask=mask[:, kept], position_ids=kept[None]).logits
+        wanted = model(
+            input_ids=ids, attention_mask=mask, position_ids=torch.arange(ids.shape[1])[None]
+        ).logits
+        found = model(
+            input_ids=ids[:, kept], attention_mask=mask[:, kept], position_ids=kept[None]
+        ).logits
         plain = model(input_ids=ids[:, kept]).logits
     torch.testing.assert_close(found, wanted[:, kept], atol=2e-4, rtol=1e-4)
     assert not torch.allclose(plain, found, atol=1e-3), "the skip has an effect"

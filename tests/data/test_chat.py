@@ -11,11 +11,23 @@ import pytest
 from gqa_convert.conversion.fit.calibration_text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import DataError
-from tests.helpers.chats import CHATS, LENGTH, PLAIN, TEXTS, rendered, rows_file, said, tokenizer_with
+from tests.helpers.chats import (
+    CHATS,
+    LENGTH,
+    PLAIN,
+    TEXTS,
+    rendered,
+    rows_file,
+    said,
+    tokenizer_with,
+)
 from tests.helpers.data_helpers import evaluation_blocks
 from tests.helpers.uptrain_runs import DEMO
 
-STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + PLAIN
+STRICT = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}"
+    + PLAIN
+)
 
 
 @pytest.fixture
@@ -65,7 +77,9 @@ def test_other_forms_of_rows_give_the_same_samples(
 
 
 def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
+    monkeypatch.setattr(
+        "gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN)
+    )
     ids = rendered(tokenizer_with(PLAIN))
     found = calibration_batches(DEMO, str(chats), 10**6, seed=0, sequence_length=LENGTH)
     blocks = sorted(tuple(row) for batch in found.batches for row in batch["input_ids"].tolist())
@@ -77,7 +91,11 @@ def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.Monk
     ("template", "rows", "message"),
     [
         (None, [{"messages": CHATS[0]}], "no chat template"),
-        (STRICT, [{"messages": said(*TEXTS[:2])[::-1]}], "line 1: the chat template refuses.*user speaks first"),
+        (
+            STRICT,
+            [{"messages": said(*TEXTS[:2])[::-1]}],
+            "line 1: the chat template refuses.*user speaks first",
+        ),
         (PLAIN, [{"messages": CHATS[0]}, {"text": "x"}], "line 2 has no 'messages', found text"),
         (PLAIN, [{"messages": "hello"}], "line 1: 'messages' holds a str"),
         (PLAIN, [{"messages": ["hello"]}], "message 1 is a str"),
@@ -86,8 +104,12 @@ def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.Monk
         (PLAIN, [{"messages": []}], "holds no text"),
     ],
 )
-def test_conversations_that_cannot_be_used(template: str | None, rows: list[Any], message: str, tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_used(
+    template: str | None, rows: list[Any], message: str, tmp_path: Path
+) -> None:
     path = rows_file(tmp_path, rows)
     with pytest.raises(DataError, match=message) as refused:
-        packed({"source": str(path), "format": "chat"}, tokenizer_with(template), tmp_path / "cache")
+        packed(
+            {"source": str(path), "format": "chat"}, tokenizer_with(template), tmp_path / "cache"
+        )
     assert "\n" not in str(refused.value)

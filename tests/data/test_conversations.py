@@ -18,7 +18,9 @@ from tests.helpers.data_helpers import open_samples
 from tests.helpers.uptrain_runs import DEMO
 
 
-@pytest.fixture(params=["file", "folder", "folder with an empty file", "folder with a text before it", "Hub"])
+@pytest.fixture(
+    params=["file", "folder", "folder with an empty file", "folder with a text before it", "Hub"]
+)
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The conversations, in the places where people have them."""
     rows = [{"messages": chat} for chat in CHATS]
@@ -43,8 +45,12 @@ def none_of(*_: Any) -> None:
     """Shows no progress."""
 
 
-def test_calibration_reads_them(source: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr("gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN))
+def test_calibration_reads_them(
+    source: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(
+        "gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer_with(PLAIN)
+    )
     if "text" in request.node.name:
         with pytest.raises(DataError, match=r"about\.txt is plain text, which has no fields"):
             calibration_batches(DEMO, source, 10**6, seed=0, sequence_length=LENGTH)
@@ -56,7 +62,9 @@ def test_calibration_reads_them(source: str, monkeypatch: pytest.MonkeyPatch, re
     assert blocks == sorted(block for block in cut if len(block) > 1)
 
 
-def test_evaluation_scores_them_as_the_template_writes_them(source: str, request: pytest.FixtureRequest) -> None:
+def test_evaluation_scores_them_as_the_template_writes_them(
+    source: str, request: pytest.FixtureRequest
+) -> None:
     tokenizer = tokenizer_with("{{ bos_token }}" + PLAIN)
     if "text" in request.node.name:
         with pytest.raises(DataError, match=r"about\.txt is plain text, which has no fields"):
@@ -82,10 +90,18 @@ def test_advice_names_only_what_a_command_has(tmp_path: Path) -> None:
         with pytest.raises(DataError) as of_evaluate:
             read_documents(as_source(str(path)), tokenizer, None, none_of)
         with pytest.raises(DataError) as of_recipes:
-            open_samples(str(path), tokenizer, objective="causal", sequence_length=LENGTH, cache=tmp_path / "cache")
+            open_samples(
+                str(path),
+                tokenizer,
+                objective="causal",
+                sequence_length=LENGTH,
+                cache=tmp_path / "cache",
+            )
         said = [str(each.value) for each in (of_convert, of_evaluate, of_recipes)]
         assert all(text.startswith(f"{path} line 1") and "rename" in text for text in said)
-        assert [("--text-field" in text, "`text_field`" in text, "format" in text) for text in said] == [
+        assert [
+            ("--text-field" in text, "`text_field`" in text, "format" in text) for text in said
+        ] == [
             (False, False, False),
             (True, False, False),
             (False, True, True),
@@ -105,4 +121,6 @@ def test_uptraining_reads_conversations_of_the_hub_where_the_recipe_says_so(
     source = {"source": "org/chats", "format": "chat"}
     first = open_samples([source], tokenizer_with(PLAIN), **settings)
     monkeypatch.setattr(HubDataset, "open_rows", lambda _: pytest.fail("the Hub is asked"))
-    assert open_samples([source], tokenizer_with(PLAIN), **settings).fingerprint == first.fingerprint
+    assert (
+        open_samples([source], tokenizer_with(PLAIN), **settings).fingerprint == first.fingerprint
+    )

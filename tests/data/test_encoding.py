@@ -44,7 +44,9 @@ def test_special_tokens_in_raw_text_are_text(make: Any) -> None:
     assert (end, tokenizer.eos_token_id in ids) == (tokenizer.eos_token_id, False)
     assert tokenizer.decode(ids) == text
     pairs = PairEncoder(tokenizer, Fields(("a", "b"), "pair")).encode([Piece((text, text))])
-    assert ids_of(pairs).tolist().count(tokenizer.eos_token_id) == (pairs >= LAST).sum() - (make is demo_tokenizer)
+    assert ids_of(pairs).tolist().count(tokenizer.eos_token_id) == (pairs >= LAST).sum() - (
+        make is demo_tokenizer
+    )
     found, sizes = encode(tokenizer, text)
     assert found.tolist() == ids
     assert sizes.sum() == len(text.encode())
@@ -60,7 +62,9 @@ def test_special_tokens_of_a_chat_template_stay_special() -> None:
     assert ids == [*tokenizer("why?")["input_ids"], tokenizer.eos_token_id]
 
 
-def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Later(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
@@ -119,7 +123,10 @@ def test_windows_of_evaluation_begin_as_every_text_does() -> None:
         assert targets[0] == 4 or read[-len(targets)] == targets[0] - 1
     plain = span_tokenizer()
     assert beginning_of_text(plain) == []
-    (first, *_) = sorted(text_material([Piece(text)], plain, window=4).examples, key=lambda each: int(each.targets[0]))
+    (first, *_) = sorted(
+        text_material([Piece(text)], plain, window=4).examples,
+        key=lambda each: int(each.targets[0]),
+    )
     assert first.read.tolist() == [4, 5, 6, 7]
 
 
@@ -138,15 +145,29 @@ def test_blocks_of_calibration_begin_as_every_text_does(
 ) -> None:
     tokenizer = demo_with_beginning() if adds else demo_tokenizer()
     monkeypatch.setattr("gqa_convert.data.model_tokenizer.load_tokenizer", lambda _: tokenizer)
-    texts = [" ".join(f"word{number}" for number in range(begin, begin + 40)) for begin in (0, 40, 80)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    found = calibration_batches(DEMO, str(tmp_path / "texts.jsonl"), 10**6, seed=0, sequence_length=32)
+    texts = [
+        " ".join(f"word{number}" for number in range(begin, begin + 40)) for begin in (0, 40, 80)
+    ]
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    found = calibration_batches(
+        DEMO, str(tmp_path / "texts.jsonl"), 10**6, seed=0, sequence_length=32
+    )
     blocks = [row for batch in found.batches for row in batch["input_ids"].tolist()]
     begin = [tokenizer.bos_token_id] if adds else []
     ids: list[int] = []
     for text in texts:
-        ids += [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids += [
+            *begin,
+            *tokenizer(text, add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
     cut = [ids[at : at + 32] for at in range(0, len(ids), 32)]
-    expected = [block if not begin or block[:1] == begin else [*begin, *block[:-1]] for block in cut]
+    expected = [
+        block if not begin or block[:1] == begin else [*begin, *block[:-1]] for block in cut
+    ]
     assert sorted(blocks) == sorted(block for block in expected if len(block) > 1)
-    assert sum(block == other for block, other in zip(expected, cut, strict=True)) == (1 if adds else len(cut))
+    assert sum(block == other for block, other in zip(expected, cut, strict=True)) == (
+        1 if adds else len(cut)
+    )

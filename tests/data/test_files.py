@@ -23,10 +23,14 @@ TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8"]
 IDS = [4, 5, 6, EOS, 7, EOS, 8, 9, 10, 11, EOS]
 
 
-def tokens_of(source: Any, cache: Path, *, closed: bool = True, tokenizer: Any = TOKENIZER) -> list[int]:
+def tokens_of(
+    source: Any, cache: Path, *, closed: bool = True, tokenizer: Any = TOKENIZER
+) -> list[int]:
     stated = as_source(source)
     text = open_source(stated)
-    tokens = tokenize(text, text_encoder(stated, text, tokenizer, closed=closed, chats=False), cache)
+    tokens = tokenize(
+        text, text_encoder(stated, text, tokenizer, closed=closed, chats=False), cache
+    )
     found: list[int] = tokens.read(0, tokens.size).tolist()
     return found
 
@@ -45,7 +49,9 @@ def json_lines(*texts: Any, field: str = "text") -> str:
 def test_files_of_every_kind(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"some.{kind}"
     if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([{"id": 1, "text": text} for text in (*TEXTS, "", None)]), path)
+        pq.write_table(
+            pa.Table.from_pylist([{"id": 1, "text": text} for text in (*TEXTS, "", None)]), path
+        )
     else:
         path.write_text(TEXTS[0] if kind == "txt" else json_lines(*TEXTS, "", None))
     assert tokens_of(str(path), tmp_path / "cache") == (IDS[:4] if kind == "txt" else IDS)
@@ -60,11 +66,15 @@ def test_patterns_and_folders_are_read_in_order(tmp_path: Path) -> None:
     assert tokens_of(str(tmp_path / "texts" / "*.txt"), cache) == [5, EOS, 4, EOS]
     assert tokens_of(str(tmp_path / "texts"), cache) == [5, EOS, 4, EOS, 6, EOS]
     assert tokens_of(str(tmp_path / "texts" / "**" / "*.md"), cache) == [6, EOS]
-    assert tokens_of({"source": str(tmp_path / "texts" / "**" / "*.md")}, cache, closed=False) == [6]
+    assert tokens_of({"source": str(tmp_path / "texts" / "**" / "*.md")}, cache, closed=False) == [
+        6
+    ]
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(f"w{number % 400}\n" if number % 7 else f"w{number % 400} " for number in range(3000))
+    text = "".join(
+        f"w{number % 400}\n" if number % 7 else f"w{number % 400} " for number in range(3000)
+    )
     path = written(tmp_path, "long.txt", "\ufeff" + text)
     monkeypatch.setattr(files, "PIECE", 100)
     pieces = list(Files("long", [path]).pieces(Fields()))
@@ -72,7 +82,9 @@ def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(pieces) > 50
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert tokens_of(str(path), tmp_path / "cache") == [3 + number % 400 for number in range(3000)] + [EOS]
+    assert tokens_of(str(path), tmp_path / "cache") == [
+        3 + number % 400 for number in range(3000)
+    ] + [EOS]
 
 
 def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it(tmp_path: Path) -> None:
@@ -92,7 +104,11 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "JSON lines that are not UTF-8": ("some.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
     "no JSON": ("some.jsonl", '{"text": "w1"}\n{"text"', "line 2 is not JSON"),
     "no object": ("some.jsonl", '"w1"\n', "line 1 holds a str"),
-    "an array": ("some.json", '[{"text": "w1"}]\n', "line 1 holds a list, expected one object per line"),
+    "an array": (
+        "some.json",
+        '[{"text": "w1"}]\n',
+        "line 1 holds a list, expected one object per line",
+    ),
     "an object over several lines": (
         "some.json",
         '{\n"text": "w1"\n}',
@@ -116,7 +132,9 @@ def test_bad_files(tmp_path: Path, name: str) -> None:
     file, content, message = BAD[name]
     path = written(tmp_path, file, content)
     with pytest.raises(DataError, match=message):
-        open_samples(str(path), TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path / "cache")
+        open_samples(
+            str(path), TOKENIZER, objective="causal", sequence_length=4, cache=tmp_path / "cache"
+        )
     assert (list((tmp_path / "cache").rglob("*.json")) != []) == (name == "too short")
 
 
@@ -135,11 +153,15 @@ def test_bad_sources(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["w1"]}), tmp_path / "some.parquet")
     with pytest.raises(DataError, match=r"has no 'text', found content"):
         tokens_of(str(tmp_path / "some.parquet"), tmp_path)
-    assert tokens_of({"source": str(tmp_path / "some.parquet"), "text_field": "content"}, tmp_path) == [
+    assert tokens_of(
+        {"source": str(tmp_path / "some.parquet"), "text_field": "content"}, tmp_path
+    ) == [
         4,
         EOS,
     ]
-    with pytest.raises(DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"):
+    with pytest.raises(
+        DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"
+    ):
         as_source({"source": "some.txt", "wieght": 2})
     with pytest.raises(DataError, match="no key 'source'"):
         as_source({"weight": 2})

@@ -59,7 +59,12 @@ def test_hidden_files_and_cards_are_no_text_and_are_named(
 ) -> None:
     put(folder, "a.txt", "w1")
     put(folder, "below/b.md", "w2")
-    for name in ("._a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".git/HEAD", "below/.hidden/b.txt"):
+    for name in (
+        "._a.txt",
+        ".ipynb_checkpoints/a-checkpoint.txt",
+        ".git/HEAD",
+        "below/.hidden/b.txt",
+    ):
         put(folder, name, b"w9 \xff")
     for name in ("README.md", "dataset_info.json", "state.json", "below/README.md"):
         put(folder, name, "w9")
@@ -77,7 +82,9 @@ def test_hidden_files_and_cards_are_no_text_and_are_named(
     assert "\n" not in note
 
 
-def test_nothing_is_said_where_everything_is_read(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_where_everything_is_read(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(folder, "a.txt", "w1")
     assert numbers_of(str(folder), cache) == [1]
     assert numbers_of(str(folder / "*.txt"), cache) == [1]
@@ -133,7 +140,9 @@ def test_what_datasets_has_saved_is_read_as_datasets_reads_it(folder: Path, cach
     saved.save_to_disk(str(folder / "one"), num_shards=3)
     put(folder, "one/cache-0123456789abcdef.arrow", b"what map has made of it")
     assert numbers_of(str(folder / "one"), cache) == list(range(40))
-    splits = datasets.DatasetDict({"train": saved.select(range(3)), "test": saved.select(range(3, 5))})
+    splits = datasets.DatasetDict(
+        {"train": saved.select(range(3)), "test": saved.select(range(3, 5))}
+    )
     splits.save_to_disk(str(folder / "two"))
     assert numbers_of(str(folder / "two"), cache) == [0, 1, 2]
     assert numbers_of({"source": str(folder / "two"), "split": "test"}, cache) == [3, 4]
@@ -141,7 +150,9 @@ def test_what_datasets_has_saved_is_read_as_datasets_reads_it(folder: Path, cach
         str(folder / "three")
     )
     assert numbers_of({"source": str(folder / "three"), "split": "train_gen"}, cache) == [3, 4]
-    with pytest.raises(DataError, match="has no split train, found train_gen, train_sft: name its files"):
+    with pytest.raises(
+        DataError, match="has no split train, found train_gen, train_sft: name its files"
+    ):
         numbers_of(str(folder / "three"), cache)
 
 
@@ -163,13 +174,17 @@ def test_splits_are_those_of_datasets(folder: Path, cache: Path, name: str, spli
     loaded = datasets.load_dataset(kind, data_dir=str(folder), cache_dir=str(cache / "hub"))
     source = {"source": str(folder), "split": split}
     if split not in loaded:
-        with pytest.raises(DataError, match="has no split test, found extra_1, train: name its files"):
+        with pytest.raises(
+            DataError, match="has no split test, found extra_1, train: name its files"
+        ):
             numbers_of(source, cache)
         return
     assert numbers_of(source, cache) == [int(row["text"][1:]) for row in loaded[split]]
 
 
-def test_files_of_other_splits_are_named(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_other_splits_are_named(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for file, number in SPLITS["files"].items():
         put(folder, file, lines(number))
     assert numbers_of(str(folder), cache) == [1]
@@ -177,7 +192,8 @@ def test_files_of_other_splits_are_named(folder: Path, cache: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(
-    "names", [["dev-diary.txt", "novel.txt"], ["train.py", "model.py", "test_model.py"], ["test.txt"]]
+    "names",
+    [["dev-diary.txt", "novel.txt"], ["train.py", "model.py", "test_model.py"], ["test.txt"]],
 )
 def test_one_split_alone_is_only_a_name(folder: Path, cache: Path, names: list[str]) -> None:
     for number, name in enumerate(sorted(names)):
@@ -197,8 +213,16 @@ BAD = {
     "not compressed": ("a.txt.gz", b"w1", "can't be read"),
     "no Arrow": ("a.arrow", b"w1", "is not a readable Arrow file"),
     "UTF-16": ("a.txt", "w1 w2 w3\n".encode("utf-16"), "is UTF-16 or no text"),
-    "UTF-16 without a mark": ("a.txt", "“w1 w2 w3 w4”\n".encode("utf-16-le"), "is UTF-16 or no text"),
-    "UTF-16, high byte first": ("a.txt.gz", gzip.compress("w1 w2 w3\n".encode("utf-16-be")), "is UTF-16 or no text"),
+    "UTF-16 without a mark": (
+        "a.txt",
+        "“w1 w2 w3 w4”\n".encode("utf-16-le"),
+        "is UTF-16 or no text",
+    ),
+    "UTF-16, high byte first": (
+        "a.txt.gz",
+        gzip.compress("w1 w2 w3\n".encode("utf-16-be")),
+        "is UTF-16 or no text",
+    ),
     "JSON lines in UTF-16": ("a.jsonl", lines(1).encode("utf-16-le"), "is UTF-16 or no text"),
     "Cyrillic in UTF-16": (
         "a.txt",
@@ -238,21 +262,32 @@ def csv_of(*names: str) -> str:
 
 
 def heard(folder: Path, split: str = "train") -> dict[str, str | None]:
-    return {file.path.relative_to(folder).as_posix(): file.text for file in list_audio_files(folder, split)}
+    return {
+        file.path.relative_to(folder).as_posix(): file.text
+        for file in list_audio_files(folder, split)
+    }
 
 
-@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "train/metadata.jsonl"])
-def test_texts_of_sound_in_every_form(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "train/metadata.jsonl"]
+)
+def test_texts_of_sound_in_every_form(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     above = f"{Path(name).parent}/" if "/" in name else ""
     put_sounds(folder, f"{above}b.wav", f"{above}sub/a.WAV")
     names = ("sub/a.WAV", "b.wav")
     put(folder, name, csv_of(*names) if "csv" in name else described(*names))
     if "parquet" in name:
         pq.write_table(
-            pa.Table.from_pylist([json.loads(line) for line in described(*names).splitlines()]), folder / name
+            pa.Table.from_pylist([json.loads(line) for line in described(*names).splitlines()]),
+            folder / name,
         )
     found = heard(folder)
-    assert [*found.items()] == [(f"{above}sub/a.WAV", "says sub/a.WAV"), (f"{above}b.wav", "says b.wav")]
+    assert [*found.items()] == [
+        (f"{above}sub/a.WAV", "says sub/a.WAV"),
+        (f"{above}b.wav", "says b.wav"),
+    ]
     assert not caplog.records
 
 

@@ -35,13 +35,17 @@ def samples_of(
 ) -> Samples:
     """Samples of the tokens 2..size + 1, each of which says where it stands; of a stream if there is a window."""
     tokens = array_tokens(
-        np.arange(2, size + 2)[:available], is_stream=window is not None, complete=complete and available is None
+        np.arange(2, size + 2)[:available],
+        is_stream=window is not None,
+        complete=complete and available is None,
     )
     return Samples([(tokens, 1.0)], causal(length, window or 1), seed)
 
 
 @given(size=SIZES, length=LENGTHS, seed=st.integers(0, 2**32))
-def test_each_token_but_the_first_is_predicted_once_per_epoch(size: int, length: int, seed: int) -> None:
+def test_each_token_but_the_first_is_predicted_once_per_epoch(
+    size: int, length: int, seed: int
+) -> None:
     samples = samples_of(size, length, seed=seed)
     blocks = -(-size // length)
     assert samples.sampler.count(samples.sources[0]) == blocks
@@ -53,7 +57,9 @@ def test_each_token_but_the_first_is_predicted_once_per_epoch(size: int, length:
 
 
 @given(size=SIZES, length=LENGTHS, window=st.integers(1, 80), count=st.integers(1, 60))
-def test_a_stream_is_shuffled_within_windows_first(size: int, length: int, window: int, count: int) -> None:
+def test_a_stream_is_shuffled_within_windows_first(
+    size: int, length: int, window: int, count: int
+) -> None:
     """What comes later in a stream changes no sample, and no sample needs what is not said to be needed."""
     blocks = -(-size // length)
     whole = samples_of(size, length, window=window)
@@ -73,7 +79,9 @@ def test_a_stream_is_shuffled_within_windows_first(size: int, length: int, windo
 
 
 @given(size=SIZES, length=LENGTHS, indices=st.lists(st.integers(0, 10**6), min_size=1, max_size=8))
-def test_samples_do_not_depend_on_how_they_are_asked_for(size: int, length: int, indices: list[int]) -> None:
+def test_samples_do_not_depend_on_how_they_are_asked_for(
+    size: int, length: int, indices: list[int]
+) -> None:
     together = samples_of(size, length).batch(indices)
     samples = samples_of(size, length)
     for row, index in reversed(list(enumerate(indices))):
@@ -93,7 +101,9 @@ def test_sources_keep_their_share_and_their_own_order() -> None:
 
 
 @given(size=SIZES, length=LENGTHS, tokens=st.integers(1, 80))
-def test_evaluation_scores_each_token_once_and_in_order(size: int, length: int, tokens: int) -> None:
+def test_evaluation_scores_each_token_once_and_in_order(
+    size: int, length: int, tokens: int
+) -> None:
     sampler = causal(length)
     blocks = EvaluationBlocks([(array_tokens(np.arange(2, size + 2)), tokens)], sampler)
     if tokens < 2 or size < 2:
@@ -121,7 +131,11 @@ def test_the_numbers_are_those_of_earlier_versions() -> None:
     assert [permuted(number, 10, 42) for number in range(10)] == [4, 2, 3, 9, 8, 5, 0, 1, 6, 7]
 
 
-@given(weights=st.lists(st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.7, 1, 2.5, 7, 19]), min_size=1, max_size=6))
+@given(
+    weights=st.lists(
+        st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.7, 1, 2.5, 7, 19]), min_size=1, max_size=6
+    )
+)
 def test_counts_stay_within_one_of_the_weights(weights: list[float]) -> None:
     mixture = Mixture(weights)
     counts = [0] * len(weights)

@@ -68,10 +68,14 @@ def test_shapes_are_those_of_t5() -> None:
 
 @given(count=st.integers(2, 300), seed=st.integers(0, 99))
 def test_the_text_can_be_put_together_again(count: int, seed: int) -> None:
-    raw = np.random.default_rng(seed).integers(0, 503, (3, count))  # the padding token 0 is a token as any other
+    raw = np.random.default_rng(seed).integers(
+        0, 503, (3, count)
+    )  # the padding token 0 is a token as any other
     raw[raw == EOS] = 5
     batch = SpanCorruption(TOKENIZER, PAD, 64).batch(raw, [(seed, row) for row in range(3)])
-    for text, inputs, targets in zip(raw.tolist(), batch["input_ids"], batch["labels"], strict=True):
+    for text, inputs, targets in zip(
+        raw.tolist(), batch["input_ids"], batch["labels"], strict=True
+    ):
         assert put_together(inputs.tolist(), targets.tolist()) == text
     assert (batch["decoder_input_ids"][:, 0] == PAD).all()
     assert (batch["decoder_input_ids"][:, 1:] == batch["labels"][:, :-1]).all()
@@ -138,6 +142,9 @@ def test_missing_sentinels() -> None:
     assert not has_sentinels(span_tokenizer(0))
     with pytest.raises(DataError, match="no sentinel tokens"):
         sampler_for(64, tokenizer=span_tokenizer(0))
-    with pytest.raises(DataError, match="needs 28 sentinel tokens, the tokenizer has 10: make sequence_length smaller"):
+    with pytest.raises(
+        DataError,
+        match="needs 28 sentinel tokens, the tokenizer has 10: make sequence_length smaller",
+    ):
         sampler_for(512, tokenizer=span_tokenizer(10))
     sampler_for(160, tokenizer=span_tokenizer(10))

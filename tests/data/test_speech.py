@@ -25,7 +25,11 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
 def test_texts_come_from_the_metadata(tmp_path: Path) -> None:
     folder = sound_folder(tmp_path / "sounds", 3)
     stated = list_audio_files(folder)
-    assert [file.text for file in stated] == ["sound 0 def", "sound 1 def return", "sound 2 def return import"]
+    assert [file.text for file in stated] == [
+        "sound 0 def",
+        "sound 1 def return",
+        "sound 2 def return import",
+    ]
     (folder / "metadata.jsonl").unlink()
     assert list_audio_files(folder) == [AudioFile(file.path, None) for file in stated]
 
@@ -83,14 +87,18 @@ def made(speech: SpeechModel, folder: Path, size: SpeechSize, seed: int = 0) -> 
     return speech_batches(speech, list_audio_files(folder), size, seed=seed)
 
 
-def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(tmp_path: Path, speech: SpeechModel) -> None:
+def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(
+    tmp_path: Path, speech: SpeechModel
+) -> None:
     folder = sound_folder(tmp_path / "sounds", 5)
     found = made(speech, folder, SpeechSize(10_000, 0, 0))
     (batch,) = found.layers
     ids, encoded = batch["decoder_input_ids"], batch["encoder_outputs"]
     assert found.tokens == ids.numel()
     assert found.description == f"{ids.numel()} tokens of 5 sounds, texts as stated"
-    by_length = sorted(list_audio_files(folder), key=lambda file: len(speech.text_tokens(file.text or "")))
+    by_length = sorted(
+        list_audio_files(folder), key=lambda file: len(speech.text_tokens(file.text or ""))
+    )
     start = speech.model.generation_config.decoder_start_token_id
     for row, file in enumerate(by_length):
         tokens = [start, *speech.text_tokens(file.text or "")]
@@ -101,7 +109,9 @@ def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(tmp_path
         torch.testing.assert_close(encoded[row].float(), expected, rtol=0.01, atol=0.01)
 
 
-def test_a_folder_without_texts_gets_those_that_the_model_writes(tmp_path: Path, speech: SpeechModel) -> None:
+def test_a_folder_without_texts_gets_those_that_the_model_writes(
+    tmp_path: Path, speech: SpeechModel
+) -> None:
     folder = sound_folder(tmp_path / "sounds", 2, texts=False)
     found = made(speech, folder, SpeechSize(10_000, 0, 0))
     windows = list(cut_windows(list_audio_files(folder), speech))

@@ -65,11 +65,16 @@ def expected_tokens() -> list[int]:
     return [
         token
         for number in range(DOCUMENTS)
-        for token in (*TOKENIZER(text_of(number), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
+        for token in (
+            *TOKENIZER(text_of(number), add_special_tokens=False)["input_ids"],
+            TOKENIZER.eos_token_id,
+        )
     ]
 
 
-def test_a_stream_is_read_as_far_as_it_is_needed(tmp_path: Path, from_rows: Callable[[Any], None]) -> None:
+def test_a_stream_is_read_as_far_as_it_is_needed(
+    tmp_path: Path, from_rows: Callable[[Any], None]
+) -> None:
     rows = Rows()
     from_rows(rows)
     samples = opened(tmp_path, 10 * LENGTH)
@@ -77,18 +82,24 @@ def test_a_stream_is_read_as_far_as_it_is_needed(tmp_path: Path, from_rows: Call
     first = samples.batch(range(10))["input_ids"]
     assert first.ravel().tolist() == expected_tokens()[: 10 * LENGTH]
     assert rows.read <= 50 + 50
-    with pytest.raises(IndexError, match="sample 300 of org/some is cut from tokens that are not there yet"):
+    with pytest.raises(
+        IndexError, match="sample 300 of org/some is cut from tokens that are not there yet"
+    ):
         samples.batch([300])
     longer = opened(tmp_path, 300 * LENGTH)
     assert rows.opened == 2
     assert longer.fingerprint == samples.fingerprint
-    assert longer.batch(range(300))["input_ids"].ravel().tolist() == expected_tokens()[: 300 * LENGTH]
+    assert (
+        longer.batch(range(300))["input_ids"].ravel().tolist() == expected_tokens()[: 300 * LENGTH]
+    )
     assert opened(tmp_path, 200 * LENGTH).batch([0])["input_ids"].tolist() == first[:1].tolist()
     assert rows.opened == 2
 
 
 @pytest.mark.parametrize("objective", ["causal", "span_corruption"])
-def test_evaluation_reads_the_beginning(tmp_path: Path, from_rows: Callable[[Any], None], objective: str) -> None:
+def test_evaluation_reads_the_beginning(
+    tmp_path: Path, from_rows: Callable[[Any], None], objective: str
+) -> None:
     rows = Rows()
     from_rows(rows)
     blocks = evaluation_blocks(
@@ -110,17 +121,28 @@ def test_datasets_streams_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     def local(dataset: str, **settings: Any) -> Any:
         calls.append((dataset, settings))
         hub_cache = str(tmp_path / "hub")
-        return load("json", data_files=str(path), split=settings["split"], streaming=True, cache_dir=hub_cache)
+        return load(
+            "json",
+            data_files=str(path),
+            split=settings["split"],
+            streaming=True,
+            cache_dir=hub_cache,
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", local)
     for tokens in (100, 700):
         samples = opened(tmp_path / "cache", tokens * LENGTH)
         found = samples.batch(range(tokens))["input_ids"].ravel().tolist()
         assert found == expected_tokens()[: tokens * LENGTH]
-    assert calls[0] == ("org/some", {"name": None, "split": "train", "revision": "0" * 40, "streaming": True})
+    assert calls[0] == (
+        "org/some",
+        {"name": None, "split": "train", "revision": "0" * 40, "streaming": True},
+    )
     other = [{"source": "org/some", "text_field": "content"}]
     with pytest.raises(DataError, match="org/some row 1 has no 'content', found text, other"):
-        open_samples(other, TOKENIZER, objective="causal", sequence_length=LENGTH, cache=tmp_path / "cache")
+        open_samples(
+            other, TOKENIZER, objective="causal", sequence_length=LENGTH, cache=tmp_path / "cache"
+        )
 
 
 def test_commits_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,21 +35,29 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def written(own: OwnText) -> list[str]:
-    return [json.loads(line)["text"] for line in own.file.read_text(encoding="utf-8").split("\n")[:-1]]
+    return [
+        json.loads(line)["text"] for line in own.file.read_text(encoding="utf-8").split("\n")[:-1]
+    ]
 
 
 def write(model: Path, cache: Path, **settings: Any) -> OwnText:
     return own_text(open_checkpoint(model), cache, **settings)
 
 
-def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_generated_once_for_each_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int]] = []
-    own = write(DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total)))
+    own = write(
+        DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total))
+    )
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
     other = write(DEMO, tmp_path / "there", **SMALL)
     assert own.file.read_bytes() == other.file.read_bytes()
-    assert own.file.read_bytes() != write(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
+    assert (
+        own.file.read_bytes() != write(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
+    )
 
     def refuses(*_: Any, **__: Any) -> None:
         raise DataError("generated again")
@@ -67,7 +75,11 @@ def test_it_is_generated_once_for_each_setting(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
-    rows = [{"text": "one\u2028two", "batch": 0}, {"text": "three", "batch": 0}, {"text": "later", "batch": 1}]
+    rows = [
+        {"text": "one\u2028two", "batch": 0},
+        {"text": "three", "batch": 0},
+        {"text": "later", "batch": 1},
+    ]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / "own.jsonl").write_text(lines, encoding="utf-8")
     assert OwnText(tmp_path / "own.jsonl", "").first_texts() == ["one\u2028two", "three"]
@@ -75,13 +87,17 @@ def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
 
 def test_it_is_what_generate_samples(tmp_path: Path, fast_bfloat16: bool) -> None:
     texts = written(write(DEMO, tmp_path, **SMALL | {"tokens": 65}))
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16 if fast_bfloat16 else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.bfloat16 if fast_bfloat16 else torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     begin = torch.full((8, 1), tokenizer.bos_token_id)
     expected: list[str] = []
     for batch in (0, 1):
         torch.manual_seed(mix(0, batch))
-        made = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=8, do_sample=True, top_k=0)
+        made = model.generate(
+            begin, attention_mask=torch.ones_like(begin), max_new_tokens=8, do_sample=True, top_k=0
+        )
         expected += [tokenizer.decode(row, skip_special_tokens=True) for row in made[:, 1:]]
     assert texts == [text for text in expected if text.strip()]
 
@@ -116,15 +132,25 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
 
     def sampled(beginnings: list[str], tokens: int, seed: int) -> list[str]:
-        ids = tokenizer(beginnings, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+        ids = tokenizer(
+            beginnings,
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        )
         torch.manual_seed(seed)
         made = model.generate(**ids, max_new_tokens=tokens, do_sample=True, top_k=0)
-        return tokenizer.batch_decode(made[:, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        return tokenizer.batch_decode(
+            made[:, ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
 
     seed = mix(0, 0)
     questions = [each.strip() for each in sampled(["<user>"] * 8, 6, seed) if each.strip()]
     assert [messages[0]["content"] for messages in found[: len(questions)]] == questions
-    answers = sampled([f"<user>{question}</user>\n<assistant>" for question in questions], 8, mix(seed, 1))
+    answers = sampled(
+        [f"<user>{question}</user>\n<assistant>" for question in questions], 8, mix(seed, 1)
+    )
     assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
     edit_json(source / "config.json", max_position_embeddings=4)
     with pytest.raises(DataError, match="a conversation does not fit the model's 4 positions"):
@@ -140,12 +166,18 @@ def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Pa
         write(model, tmp_path / "cache", **SMALL)
 
 
-def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(tmp_path: Path) -> None:
+def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(
+    tmp_path: Path,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert not has_chat_template(tokenizer)
     with pytest.raises(DataError, match="no chat template"):
         write(DEMO, tmp_path, **SMALL, conversations=True)
-    for template, has in ((CHAT, True), ("{{ raise_exception('no') }}", False), ("no messages", False)):
+    for template, has in (
+        (CHAT, True),
+        ("{{ raise_exception('no') }}", False),
+        ("no messages", False),
+    ):
         tokenizer.chat_template = template
         assert has_chat_template(tokenizer) == has
 
@@ -154,12 +186,17 @@ def test_calibration_reads_it_as_it_reads_the_file(tmp_path: Path) -> None:
     plan = make_plan(open_checkpoint(str(DEMO)), 3, method="factor")
     options = {"tokens": 64, "sequence_length": 16, "device": "cpu"}
     seen: list[str] = []
-    own = prepare_calibration(plan, CalibrationOptions("self", **options), lambda label, *_: seen.append(label))
+    own = prepare_calibration(
+        plan, CalibrationOptions("self", **options), lambda label, *_: seen.append(label)
+    )
     (file,) = (tmp_path / "cache" / "gqa-convert" / "tokens").glob("own-text-*.jsonl")
     given = prepare_calibration(plan, CalibrationOptions(str(file), **options))
     assert own.digest == given.digest
     assert own.tokens == 64
-    assert "64 tokens of demo_checkpoint's own text (at least 81 tokens at temperature 1, seed 0)" in own.description
+    assert (
+        "64 tokens of demo_checkpoint's own text (at least 81 tokens at temperature 1, seed 0)"
+        in own.description
+    )
     assert set(seen) == {"generating text"}
     both = prepare_calibration(plan, CalibrationOptions(["self", str(file)], **options))
     assert " and " in both.description

@@ -53,8 +53,12 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "_BATCH_PIECES", 20)
 
 
-def made(paths: Sequence[Path], cache: Path, tokenizer: Any = TOKENIZER, **settings: Any) -> TokenSource:
-    return tokenize(Files("label", paths), TextEncoder(tokenizer, Fields(), closed=True), cache, **settings)
+def made(
+    paths: Sequence[Path], cache: Path, tokenizer: Any = TOKENIZER, **settings: Any
+) -> TokenSource:
+    return tokenize(
+        Files("label", paths), TextEncoder(tokenizer, Fields(), closed=True), cache, **settings
+    )
 
 
 def ids(tokens: TokenSource) -> list[int]:
@@ -63,7 +67,9 @@ def ids(tokens: TokenSource) -> list[int]:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Path], tmp_path: Path) -> None:
+def test_the_file_holds_the_tokens_of_the_documents(
+    closed: bool, paths: list[Path], tmp_path: Path
+) -> None:
     expected, ends = [], []
     for piece in Files("label", paths).pieces(Fields()):
         expected += TOKENIZER(piece.text)["input_ids"]
@@ -72,7 +78,9 @@ def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Pa
             ends.append(len(expected))
     seen: list[tuple[str, int, int]] = []
     text, encoder = Files("label", paths), TextEncoder(TOKENIZER, Fields(), closed=closed)
-    found = tokenize(text, encoder, tmp_path / "cache", progress=lambda *report: seen.append(report))
+    found = tokenize(
+        text, encoder, tmp_path / "cache", progress=lambda *report: seen.append(report)
+    )
     assert ids(found) == expected
     assert found.ends.tolist() == ends
     assert found.complete
@@ -80,7 +88,9 @@ def test_the_file_holds_the_tokens_of_the_documents(closed: bool, paths: list[Pa
     assert seen[-1] == ("label", text.total_bytes, text.total_bytes)
 
 
-def test_a_killed_process_continues(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_continues(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = made(paths, tmp_path / "whole")
     encode, calls = TextEncoder.encode, [0]
 
@@ -121,7 +131,9 @@ def test_tokens_are_those_of_their_text_and_tokenizer(tmp_path: Path) -> None:
     assert ids(made([path], cache, other)) == [other.convert_tokens_to_ids("w3 w4"), EOS]
     demo = demo_tokenizer()
     assert demo.decode(ids(made([path], cache, demo))) == "w3 w4<|endoftext|>"
-    demo(["some text"], truncation=True, padding=True, max_length=1)  # leaves its mark on the tokenizer alone
+    demo(
+        ["some text"], truncation=True, padding=True, max_length=1
+    )  # leaves its mark on the tokenizer alone
     count = len(list(cache.glob("*.tokens")))
     assert made([path], cache, demo).size > 2
     assert len(list(cache.glob("*.tokens"))) == count
@@ -164,10 +176,15 @@ def test_the_largest_id_is_known(paths: list[Path], tmp_path: Path) -> None:
     assert made(paths, tmp_path / "cache").largest == found.largest == max(ids(found))
 
 
-@pytest.mark.parametrize("damage", ["other tokens", "truncated tokens", "no tokens", "no record", "broken record"])
+@pytest.mark.parametrize(
+    "damage", ["other tokens", "truncated tokens", "no tokens", "no record", "broken record"]
+)
 def test_damaged_files_are_made_again(paths: list[Path], tmp_path: Path, damage: str) -> None:
     expected = made(paths, tmp_path / "cache")
-    (tokens,), (record,) = (tmp_path / "cache").glob("*.tokens"), (tmp_path / "cache").glob("*.json")
+    (tokens,), (record,) = (
+        (tmp_path / "cache").glob("*.tokens"),
+        (tmp_path / "cache").glob("*.json"),
+    )
     if damage == "truncated tokens":
         content = tokens.read_bytes()
         tokens.unlink()  # the file before it stays mapped
@@ -184,7 +201,9 @@ def test_damaged_files_are_made_again(paths: list[Path], tmp_path: Path, damage:
     assert (ids(again), again.fingerprint) == (ids(expected), expected.fingerprint)
 
 
-def test_caches_that_cannot_be_used(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_cannot_be_used(
+    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(code: int) -> Any:
         def call(*_: Any) -> None:
             raise OSError(code, os.strerror(code))
@@ -205,7 +224,13 @@ def test_caches_that_cannot_be_used(paths: list[Path], tmp_path: Path, monkeypat
 
 def opened(path: Path, cache: Path, **settings: Any) -> Samples:
     return open_samples(
-        str(path), span_tokenizer(), objective="causal", sequence_length=16, seed=3, cache=cache, **settings
+        str(path),
+        span_tokenizer(),
+        objective="causal",
+        sequence_length=16,
+        seed=3,
+        cache=cache,
+        **settings,
     )
 
 
@@ -237,4 +262,7 @@ def test_of_two_at_once_one_tokenises(tmp_path: Path) -> None:
             lines.append(heard.recv())
         said.append(lines)
     assert said[0][-1] == said[1][-1]
-    assert sorted(len(lines) for lines in said) == [1, 1 + 4]  # one of them has tokenised the batches, and the end
+    assert sorted(len(lines) for lines in said) == [
+        1,
+        1 + 4,
+    ]  # one of them has tokenised the batches, and the end

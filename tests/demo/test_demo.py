@@ -27,7 +27,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
         patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
         patch.setattr(sources, "source_files", some_files)
         patch.setattr(calibration_text, "LENGTH", 128)
-        yield out, run_demo(out, calibration_tokens=1024, held_out_tokens=2048, uptraining_tokens=3 * 4096)
+        yield (
+            out,
+            run_demo(
+                out, calibration_tokens=1024, held_out_tokens=2048, uptraining_tokens=3 * 4096
+            ),
+        )
 
 
 def test_the_bundled_checkpoint_is_small() -> None:
@@ -41,14 +46,26 @@ def test_the_bundled_checkpoint_is_small() -> None:
 def test_the_demo_runs_the_whole_workflow(demo: tuple[Path, dict[str, Any]]) -> None:
     out, summary = demo
     source, mean, fit, uptrained = summary["results"]
-    assert [row["name"] for row in summary["results"]] == ["source", "mean", "fit", "fit, uptrained"]
+    assert [row["name"] for row in summary["results"]] == [
+        "source",
+        "mean",
+        "fit",
+        "fit, uptrained",
+    ]
     assert [row["groups"] for row in summary["results"]] == [12, 3, 3, 3]
-    assert [row["kv_bytes_per_token"] for row in summary["results"]] == [5 * 2 * 32 * 2 * n for n in (12, 3, 3, 3)]
+    assert [row["kv_bytes_per_token"] for row in summary["results"]] == [
+        5 * 2 * 32 * 2 * n for n in (12, 3, 3, 3)
+    ]
     assert [row["verified"] for row in summary["results"]] == [None, True, True, None]
     assert summary["passed"]
     assert summary["held_out_tokens"] == 2048
     assert 1.5 < source["loss"] < 2.7, "the checkpoint was trained; a uniform guess would lose 7.6"
-    assert source["loss"] < uptrained["loss"] < fit["loss"] < source["loss"] + 0.4 * (mean["loss"] - source["loss"])
+    assert (
+        source["loss"]
+        < uptrained["loss"]
+        < fit["loss"]
+        < source["loss"] + 0.4 * (mean["loss"] - source["loss"])
+    )
     for row, method in ((mean, "mean"), (fit, "fit")):
         assert json.loads((Path(row["model"]) / PROVENANCE).read_text())["method"] == method
         assert Path(row["model"]).parent == out
@@ -57,10 +74,24 @@ def test_the_demo_runs_the_whole_workflow(demo: tuple[Path, dict[str, Any]]) -> 
         run_demo(out)
 
 
-def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_the_demo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    row = {"model": "out/mean", "groups": 3, "kv_bytes_per_token": 1920.0, "loss": 4.5, "verified": False}
-    source = row | {"name": "source", "groups": 12, "kv_bytes_per_token": 7680.0, "loss": 2.25, "verified": None}
+    row = {
+        "model": "out/mean",
+        "groups": 3,
+        "kv_bytes_per_token": 1920.0,
+        "loss": 4.5,
+        "verified": False,
+    }
+    source = row | {
+        "name": "source",
+        "groups": 12,
+        "kv_bytes_per_token": 7680.0,
+        "loss": 2.25,
+        "verified": None,
+    }
     counts = {"held_out_tokens": 40_000, "calibration_tokens": 20_480, "uptraining_tokens": 122_880}
     monkeypatch.setattr(
         "gqa_convert.demo.run_demo",
@@ -74,4 +105,7 @@ def test_the_table_of_the_demo(capsys: pytest.CaptureFixture[str], monkeypatch: 
         ["source", "12", "7.7", "kB", "2.250"],
         ["mean", "3", "1.9", "kB", "4.500", "no"],
     ]
-    assert shown[-2:] == ["results  out", "next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run"]
+    assert shown[-2:] == [
+        "results  out",
+        "next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run",
+    ]

@@ -28,7 +28,17 @@ pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 COUNTS = [12, 4, 3, 1]
 TYPES = sorted(family.stock_type for family in FAMILIES.values() if family.kv_heads == "listed")
-EVERY_RUN = ("cohere2", "gemma3_text", "gpt_oss", "llama", "mistral", "nemotron", "phi3", "qwen2", "stablelm")
+EVERY_RUN = (
+    "cohere2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "nemotron",
+    "phi3",
+    "qwen2",
+    "stablelm",
+)
 
 
 def by_layer(config: Any, counts: list[int]) -> Any:
@@ -38,15 +48,22 @@ def by_layer(config: Any, counts: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("model_type", slow_but(EVERY_RUN, TYPES))
-def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(model_type: str, tmp_path: Path) -> None:
-    source, out = make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=4), tmp_path / "out"
+def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
+    model_type: str, tmp_path: Path
+) -> None:
+    source, out = (
+        make_checkpoint(model_type, tmp_path / "source", num_hidden_layers=4),
+        tmp_path / "out",
+    )
     convert_checkpoint(source, out, COUNTS, ConversionOptions(method="mean"))
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     assert "1 to 12 heads in each of 4 layers" in details(report)["cache heads"]
 
 
-@pytest.mark.parametrize(("model_type", "kinds"), [("gemma2", ["eager"]), ("gemma3_text", ["eager", "gqa"])])
+@pytest.mark.parametrize(
+    ("model_type", "kinds"), [("gemma2", ["eager"]), ("gemma3_text", ["eager", "gqa"])]
+)
 def test_windows_masks_and_caches(model_type: str, kinds: list[str]) -> None:
     """Tokens of every cache, with layers of two kinds, are those of a model without one; gqa, sdpa and eager agree."""
     register()
@@ -88,7 +105,9 @@ def test_the_config_holds_a_list_and_the_object_a_number() -> None:
         *((name, "factor") for name in ("llama", "phi3", "stablelm", "olmo2", "cohere")),
     ],
 )
-def test_each_layer_is_that_of_the_conversion_with_its_number(model_type: str, method: str, tmp_path: Path) -> None:
+def test_each_layer_is_that_of_the_conversion_with_its_number(
+    model_type: str, method: str, tmp_path: Path
+) -> None:
     """Fused projections, and norms over all heads, per head and in a list."""
     options = {"use_qk_norm": True} if model_type == "cohere" else {}
     options |= {"qk_layernorm": True} if model_type == "stablelm" else {}

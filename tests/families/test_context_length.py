@@ -14,12 +14,20 @@ from tests.helpers.own_files import make_source_model
     [
         ("gpt2", {"n_positions": 23}, "transformer.wpe"),
         ("bart", {"max_position_embeddings": 23}, "model.decoder.embed_positions"),
-        ("whisper", {"max_target_positions": 23, "max_position_embeddings": None}, "model.decoder.embed_positions"),
+        (
+            "whisper",
+            {"max_target_positions": 23, "max_position_embeddings": None},
+            "model.decoder.embed_positions",
+        ),
     ],
 )
-def test_learned_positions_are_as_many_as_stated(model_type: str, changes: dict[str, Any], table: str) -> None:
+def test_learned_positions_are_as_many_as_stated(
+    model_type: str, changes: dict[str, Any], table: str
+) -> None:
     model: Any = make_source_model(model_type, **changes)
-    rows = model.get_submodule(table).weight.shape[0] - getattr(model.get_submodule(table), "offset", 0)
+    rows = model.get_submodule(table).weight.shape[0] - getattr(
+        model.get_submodule(table), "offset", 0
+    )
     assert stated_positions(model.config.to_dict()) == rows == 23
 
 

@@ -34,7 +34,9 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     options = SIZES | ({} if model_type == "llama" else {"sliding_window": None})
     source, out = make_checkpoint(model_type, tmp_path / "source", **options), tmp_path / "out"
     convert_checkpoint(source, out, COUNTS, ConversionOptions(method="factor"))
-    found = elsewhere.measure(folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True)
+    found = elsewhere.measure(
+        folder=str(out), auto="AutoModelForCausalLM", ways=list(WAYS), saved=True, thorough=True
+    )
     assert not isinstance(found, str), found
     assert found["class"].startswith("transformers_modules.")
     assert found["class"].endswith("gqa_decilm.DeciLMForCausalLM")
@@ -62,7 +64,10 @@ def test_engines_read_the_config_by_attributes() -> None:
         assert (first.attention.no_op, first.ffn.no_op) == (False, False)
         assert first.ffn.ffn_mult == 4.0
         assert not hasattr(first.ffn, "intermediate_size")
-    assert json.loads(config.to_json_string())["block_configs"] == decilm.restate(CONFIG, (12, 3))["block_configs"]
+    assert (
+        json.loads(config.to_json_string())["block_configs"]
+        == decilm.restate(CONFIG, (12, 3))["block_configs"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,9 @@ def test_engines_read_the_config_by_attributes() -> None:
 def test_what_a_decilm_cannot_state(changes: dict[str, Any], word: str) -> None:
     assert decilm.why_not(CONFIG) is None
     assert decilm.why_not(CONFIG | {"sliding_window": 4096, "use_sliding_window": False}) is None
-    assert decilm.why_not(CONFIG | {"sliding_window": 4096, "layer_types": ["full_attention"]}) is None
+    assert (
+        decilm.why_not(CONFIG | {"sliding_window": 4096, "layer_types": ["full_attention"]}) is None
+    )
     assert word in str(decilm.why_not(CONFIG | changes))
 
 

@@ -34,7 +34,9 @@ from tests.helpers.tiny import HEADS, make_checkpoint
 @pytest.fixture
 def source(once: Callable[..., Path]) -> Callable[..., Path]:
     """A tiny checkpoint of a case."""
-    return lambda case, **options: once(make_checkpoint, CASES[case][0], **CASES[case][1], **options)
+    return lambda case, **options: once(
+        make_checkpoint, CASES[case][0], **CASES[case][1], **options
+    )
 
 
 def converted(folder: Path, groups: int) -> Path:
@@ -61,7 +63,9 @@ def test_result_is_the_source_with_merged_heads(
     oracle = pool(Case(model_type, copy.deepcopy(model), kv_heads), groups)
     result = load(converted(folder, groups))
     plan = make_plan(open_checkpoint(folder), groups)
-    before, less = (sum(parameter.numel() for parameter in each.parameters()) for each in (model, result))
+    before, less = (
+        sum(parameter.numel() for parameter in each.parameters()) for each in (model, result)
+    )
     assert plan.parameters_before - plan.parameters_after == before - less
     assert plan.kv_cache_bytes().after * kv_heads == plan.kv_cache_bytes().before * groups
     after = logits(result)
@@ -71,12 +75,16 @@ def test_result_is_the_source_with_merged_heads(
     assert generated(result) == generated(oracle) == generated(result, use_cache=False)
     if groups > 1:
         strided = pool(Case(model_type, model, kv_heads), groups, strided=True)
-        assert distance(logits(strided), after) > 0.01, "heads that stand apart, instead of neighbours, are not noticed"
+        assert distance(logits(strided), after) > 0.01, (
+            "heads that stand apart, instead of neighbours, are not noticed"
+        )
 
 
 @pytest.mark.parametrize(("before", "after"), [(6, 12), (3, 6)])
 @pytest.mark.parametrize("case", REPRESENTATIVE)
-def test_repeated_heads_change_nothing(case: str, before: int, after: int, source: Callable[..., Path]) -> None:
+def test_repeated_heads_change_nothing(
+    case: str, before: int, after: int, source: Callable[..., Path]
+) -> None:
     folder = source(case, kv_heads=before)
     if FAMILIES[CASES[case][0]].key_norm == "per_head_list":
         with pytest.raises(GroupsError, match="one tensor per K/V head"):
@@ -89,14 +97,20 @@ def test_repeated_heads_change_nothing(case: str, before: int, after: int, sourc
 
 def test_every_model_type_is_known() -> None:
     """Each type that transformers can load as a language model is converted or refused with a reason."""
-    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    )
     unknown = sorted(types - FAMILIES.keys() - COMPOSITES.keys() - REFUSALS.keys())
     assert not unknown, (
         f"{', '.join(unknown)}: add a record or a reason in gqa_convert/families/facts.toml (docs/developing.md)"
     )
-    converted_types = {family.modeling.model_type for family in FAMILIES.values() if family.modeling}
+    converted_types = {
+        family.modeling.model_type for family in FAMILIES.values() if family.modeling
+    }
     elsewhere = {"whisper", "chatglm"}  # for speech; by code of its own
-    assert FAMILIES.keys() - converted_types - elsewhere <= types, "a record's model type is unknown to transformers"
+    assert FAMILIES.keys() - converted_types - elsewhere <= types, (
+        "a record's model type is unknown to transformers"
+    )
     both = sorted(FAMILIES.keys() & REFUSALS.keys())
     assert not both, f"{', '.join(both)}: delete the refusal in gqa_convert/families/facts.toml"
 
@@ -139,15 +153,23 @@ def test_refusals_say_why(model_type: str | None, reason: str) -> None:
     ],
 )
 def test_a_plan_tells_what_loads_the_result(
-    case: str, options: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str,
+    options: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = make_plan(open_checkpoint(make_checkpoint(case, tmp_path / "source", **options)), 3)
     show_plan(plan, estimate_needs(plan, CalibrationOptions()), {})
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("loads in:")
+    ]
     assert line.removeprefix("loads in:").strip() == told
     says_yes = {engine for engine in LOADERS if f"{engine} yes" in told}
     assert says_yes == set(plan.summary()["loads_in"])
-    assert {engine for engine in LOADERS if f"{engine} untested" in told} == set(plan.summary()["listed_in"])
+    assert {engine for engine in LOADERS if f"{engine} untested" in told} == set(
+        plan.summary()["listed_in"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +192,10 @@ def test_a_tensor_that_does_not_fit_is_named(
     if shape is not None:
         entries[name] = replace(entry, shape=shape)
     changed: Any = SimpleNamespace(
-        source_id=source.source_id, config=source.config, entries=entries, result_dtypes=source.result_dtypes
+        source_id=source.source_id,
+        config=source.config,
+        entries=entries,
+        result_dtypes=source.result_dtypes,
     )
     with pytest.raises(ConfigError, match=f"model.layers.1.self_attn.*{words}") as caught:
         AttentionFinder(changed, FAMILIES["llama"])

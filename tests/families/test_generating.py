@@ -13,7 +13,9 @@ from tests.helpers.tiny import make_config, make_model
 WRITTEN = 3
 
 
-def test_a_step_reads_each_kv_head_once_and_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_each_kv_head_once_and_writes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model: Any = make_model(make_config("llama", kv_heads=3))
     attention = torch.nn.functional.scaled_dot_product_attention
     queries: list[tuple[int, int]] = []

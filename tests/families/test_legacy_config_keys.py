@@ -21,7 +21,12 @@ from tests.helpers.verification import failed
 def test_legacy_keys() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     scaling = {"rope_type": "yarn", "factor": 4.0}
-    expected = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    expected = {
+        "rope_theta": 5e5,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": scaling,
+        "torch_dtype": "bfloat16",
+    }
     config = {"rope_parameters": scaled, "dtype": "bfloat16"}
     assert legacy_config_keys(config) == expected
     assert legacy_config_keys(config | expected) == {}
@@ -29,9 +34,16 @@ def test_legacy_keys() -> None:
     old = {"type": "linear", "factor": 4.0}
     assert legacy_config_keys({"rope_parameters": old}) == {"rope_scaling": old}
     truncated = scaling | {"truncate": False}  # which has no other place
-    assert legacy_config_keys({"model_type": "olmo2", "rope_parameters": truncated}) == {"rope_scaling": truncated}
-    kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
-    assert legacy_config_keys({"model_type": "olmo3", "rope_parameters": kinds}) == {}  # one base can't say both
+    assert legacy_config_keys({"model_type": "olmo2", "rope_parameters": truncated}) == {
+        "rope_scaling": truncated
+    }
+    kinds = {
+        "sliding_attention": {"rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0},
+    }
+    assert (
+        legacy_config_keys({"model_type": "olmo3", "rope_parameters": kinds}) == {}
+    )  # one base can't say both
 
 
 SCALING: dict[str, dict[str, Any]] = {
@@ -45,11 +57,19 @@ SCALING: dict[str, dict[str, Any]] = {
 def test_legacy_keys_change_nothing_for_transformers_5(kind: str, tmp_path: Path) -> None:
     """Of every type: the config with them is the one without them."""
     seen = 0
-    for model_type in (name for name, family in FAMILIES.items() if family.native and name in CONFIG_MAPPING):
+    for model_type in (
+        name for name, family in FAMILIES.items() if family.native and name in CONFIG_MAPPING
+    ):
         rotary = make_config(model_type).to_dict().get("rope_parameters")
-        if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
+        if not isinstance(rotary, dict) or any(
+            isinstance(value, dict) for value in rotary.values()
+        ):
             continue
-        if SCALING[kind] and model_type in ("phi3", "phi4_multimodal", "phimoe"):  # which know longrope alone
+        if SCALING[kind] and model_type in (
+            "phi3",
+            "phi4_multimodal",
+            "phimoe",
+        ):  # which know longrope alone
             continue
         part = {"partial_rotary_factor": 0.25} if "partial_rotary_factor" in rotary else {}
         positions = {"rope_type": "default", "rope_theta": 300.0} | part | SCALING[kind]
@@ -69,12 +89,18 @@ def test_legacy_keys_change_nothing_for_transformers_5(kind: str, tmp_path: Path
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more, "max_position_embeddings": 512}
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta} | more,
+        "max_position_embeddings": 512,
+    }
 
 
 def longrope(width: int, **more: Any) -> dict[str, Any]:
     """Positions beyond 16 turn by other factors."""
-    factors = {"short_factor": [1.0 + number for number in range(width // 2)], "long_factor": [3.0] * (width // 2)}
+    factors = {
+        "short_factor": [1.0 + number for number in range(width // 2)],
+        "long_factor": [3.0] * (width // 2),
+    }
     return {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0} | factors | more}
 
 
@@ -90,7 +116,10 @@ SPECIAL: dict[str, tuple[dict[str, Any], str]] = {
     "gemma3n_text": ({"rope_parameters": KINDS}, "rope_theta rope_local_base_freq rope_scaling"),
     "gpt_neox": (NEOX, "rotary_emb_base rotary_pct rope_scaling"),
     "llama": (LONG, "rope_theta rope_scaling original_max_position_embeddings"),
-    "phi3": (longrope(8) | {"original_max_position_embeddings": 16}, "rope_theta partial_rotary_factor rope_scaling"),
+    "phi3": (
+        longrope(8) | {"original_max_position_embeddings": 16},
+        "rope_theta partial_rotary_factor rope_scaling",
+    ),
     "qwen3_moe": (rope(500.0), "rope_theta num_experts"),
 }
 """Model types with words of their own: config values, and the legacy keys that config.json must state."""
@@ -108,7 +137,9 @@ def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
     convert_checkpoint(source, out, 3 if family.native else HEADS, ConversionOptions(method="mean"))
     stated = AutoConfig.from_pretrained(source).rope_parameters
     assert AutoConfig.from_pretrained(out).rope_parameters.items() >= stated.items()
-    config, original = (json.loads((folder / "config.json").read_text()) for folder in (out, source))
+    config, original = (
+        json.loads((folder / "config.json").read_text()) for folder in (out, source)
+    )
     added = set(config) - set(original) - {"multi_query_attention", "multi_query_group_num"}
     assert added == keys | {"torch_dtype"}
     assert verify_checkpoint(out, str(source), logits=False).passed

@@ -22,7 +22,15 @@ from gqa_convert.families.modeling import gqa_bloom, gqa_common, gqa_opt
 from gqa_convert.families.released import TESTED
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.command_line import run_python
-from tests.helpers.elsewhere import WAYS, Elsewhere, attentions, first_output, logits, measure, measure_training
+from tests.helpers.elsewhere import (
+    WAYS,
+    Elsewhere,
+    attentions,
+    first_output,
+    logits,
+    measure,
+    measure_training,
+)
 from tests.helpers.folding_cases import EXACT, SOURCE_HEADS, Case, pool
 from tests.helpers.hub_server import HubServer
 from tests.helpers.native import distance
@@ -31,7 +39,9 @@ from tests.helpers.selection import slow_but
 from tests.helpers.tiny import HEADS
 
 FILES = sorted(MODELING.glob("gqa_*.py"))
-OWN = {name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted}
+OWN = {
+    name: family for name, family in FAMILIES.items() if family.modeling and not family.is_converted
+}
 
 STOCK_STATIC_CACHE_FAILS = ("falcon, RW",)
 
@@ -81,10 +91,16 @@ FEWER = {"gpt_neo": 4, "falcon": 4, "falcon, 40B with 4": 2}
 """Counts other than 3."""
 ROWS = [
     *(Row(case, FEWER.get(case, 3)) for case in CASES),
-    *(Row(case, 1) for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")),
+    *(
+        Row(case, 1)
+        for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")
+    ),
     *(Row(case, 12) for case in ("falcon, 7B", "falcon, 40B")),
     *(Row(case, encoder=True) for case in ("t5", "whisper", "switch_transformers")),
-    *(Row(case, groups, encoder=True) for case, groups in (("umt5", 4), ("bart", 4), ("marian", 2))),
+    *(
+        Row(case, groups, encoder=True)
+        for case, groups in (("umt5", 4), ("bart", 4), ("marian", 2))
+    ),
 ]
 
 
@@ -98,7 +114,9 @@ def converted(source: Path, groups: int, **options: Any) -> Path:
     """The source with so many K/V heads, converted once, never to another type's stock class."""
     out = source.parent / "-".join(("groups", str(groups), *options))
     if not out.exists():
-        convert_checkpoint(source, out, groups, ConversionOptions(native=False, method="mean", **options))
+        convert_checkpoint(
+            source, out, groups, ConversionOptions(native=False, method="mean", **options)
+        )
     return out
 
 
@@ -111,7 +129,9 @@ def test_a_result_is_its_source_with_merged_heads(
     """
     source = sources(row.case)
     folder = converted(source, row.groups)
-    found = whole(elsewhere.measure(folder=str(folder), auto=auto_class(row.model_type), ways=["greedy"]))
+    found = whole(
+        elsewhere.measure(folder=str(folder), auto=auto_class(row.model_type), ways=["greedy"])
+    )
     check_loading(row, source, folder, found)
     assert found["transformers"] == transformers.__version__
     check_results(row, found, row.stock(source), ["greedy"])
@@ -136,7 +156,9 @@ def test_a_result_trains_and_is_saved_as_its_source(
     source = sources(row.case)
     folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
     asked = {"folder": str(folder), "auto": auto_class(row.model_type), "ways": list(WAYS)}
-    found = whole(elsewhere.measure(**asked, saved=True, thorough=True, compiled=row.case in ("t5", "gpt2")))
+    found = whole(
+        elsewhere.measure(**asked, saved=True, thorough=True, compiled=row.case in ("t5", "gpt2"))
+    )
     check_loading(row, source, folder, found)
     stock = row.stock(source)
     eager = row.stock(source, attn_implementation="eager")
@@ -148,7 +170,10 @@ def test_a_result_trains_and_is_saved_as_its_source(
     check_saved(row, found)
     half = whole(found["bfloat16"])
     assert half.dtype == torch.bfloat16
-    assert nn.functional.cosine_similarity(half.float().flatten(), found["logits"].flatten(), dim=0) > 0.98
+    assert (
+        nn.functional.cosine_similarity(half.float().flatten(), found["logits"].flatten(), dim=0)
+        > 0.98
+    )
     assert torch.equal(whole(found["device map"]), found["logits"])
     if "compiled" in found:
         assert distance(whole(found["compiled"]), found["logits"]) < EXACT
@@ -167,9 +192,19 @@ def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -
     for file in modeling.files:
         assert (folder / file.name).read_bytes() == file.read_bytes()
         assert Path(found["file"]).with_name(file.name).read_bytes() == file.read_bytes()
-    keys = {"num_key_value_heads": row.groups} | ({"encoder_num_key_value_heads": row.groups} if row.encoder else {})
-    added = {"model_type": modeling.model_type, "architectures": [name], "auto_map": modeling.auto_map} | keys
-    added |= {"multi_query_attention": True, "multi_query_group_num": row.groups, "transformers_tested": TESTED}
+    keys = {"num_key_value_heads": row.groups} | (
+        {"encoder_num_key_value_heads": row.groups} if row.encoder else {}
+    )
+    added = {
+        "model_type": modeling.model_type,
+        "architectures": [name],
+        "auto_map": modeling.auto_map,
+    } | keys
+    added |= {
+        "multi_query_attention": True,
+        "multi_query_group_num": row.groups,
+        "transformers_tested": TESTED,
+    }
     config.pop("tokenizer_class")
     assert config == before | added
 
@@ -205,7 +240,9 @@ def check_attentions(found: dict[str, torch.Tensor], expected: dict[str, torch.T
         assert (found[kind] - weights).abs().max() < EXACT
 
 
-def check_gradients(row: Row, found: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
+def check_gradients(
+    row: Row, found: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]
+) -> None:
     """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing too."""
     assert found["plain"].keys() == expected.keys()
     rounding = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
@@ -231,13 +268,19 @@ def check_saved(row: Row, found: dict[str, Any]) -> None:
     assert torch.equal(saved["logits"], found["logits"])
 
 
-@pytest.mark.parametrize("model_type", slow_but(("bart", "t5", "gpt_neox", "whisper", "bloom"), OWN))
-def test_every_auto_class_loads_it(model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere) -> None:
+@pytest.mark.parametrize(
+    "model_type", slow_but(("bart", "t5", "gpt_neox", "whisper", "bloom"), OWN)
+)
+def test_every_auto_class_loads_it(
+    model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere
+) -> None:
     """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
     row, source = Row(model_type), sources(model_type)
     autos = [auto for auto, _ in modeling_of(model_type).classes[1:]]
     folder = str(converted(source, 3))
-    answer = whole(elsewhere.measure(folder=folder, auto=auto_class(model_type), ways=[], autos=autos))
+    answer = whole(
+        elsewhere.measure(folder=folder, auto=auto_class(model_type), ways=[], autos=autos)
+    )
     for auto, found in whole(answer["autos"]).items():
         found = whole(found)
         model = row.stock(source, auto)
@@ -257,11 +300,17 @@ print(type(model).__module__, type(model).__name__)
 
 
 @pytest.mark.parametrize("model_type", slow_but(("marian",), ["marian", "gpt_neox"]))
-def test_it_loads_from_a_hub(model_type: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+def test_it_loads_from_a_hub(
+    model_type: str, sources: Callable[[str], Path], tmp_path: Path
+) -> None:
     """transformers downloads both files."""
     folder = converted(sources(model_type), 3)
     with HubServer({"org/result": {"main": folder}}) as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "OMP_NUM_THREADS": "1",
+        }
         words = auto_class(model_type), hub.commit("org/result", "main")
         done = run_python("-c", FROM_HUB, *words, environment=environment)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -277,10 +326,14 @@ transformers.AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_cod
 
 
 @pytest.mark.slow
-def test_a_module_that_transformers_lacks_breaks_no_other(sources: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_module_that_transformers_lacks_breaks_no_other(
+    sources: Callable[[str], Path], tmp_path: Path
+) -> None:
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for model_type, code in (("bart", 0), ("marian", 1)):
-        done = run_python("-c", WITHOUT_MARIAN, converted(sources(model_type), 3), environment=environment)
+        done = run_python(
+            "-c", WITHOUT_MARIAN, converted(sources(model_type), 3), environment=environment
+        )
         assert done.returncode == code, done.stderr[-2000:]
 
 
@@ -292,11 +345,15 @@ ALL_ATTENTION_FUNCTIONS = None
 
 
 class Renamed(nn.Module):
-    def forward(self, hidden_states: Any, memory: Any, attention_mask: Any, output_attentions: Any) -> None: ...
+    def forward(
+        self, hidden_states: Any, memory: Any, attention_mask: Any, output_attentions: Any
+    ) -> None: ...
 
 
 class Longer(nn.Module):
-    def forward(self, hidden_states: Any, cache: Any, window: Any, attention_mask: Any, **kwargs: Any) -> None: ...
+    def forward(
+        self, hidden_states: Any, cache: Any, window: Any, attention_mask: Any, **kwargs: Any
+    ) -> None: ...
 
 
 class Shorter(nn.Module):
@@ -322,9 +379,12 @@ class Softcapped(nn.Module):
         (Softcapped, "GroupedAttention", "hands softcap to attention"),
     ],
 )
-def test_a_class_that_a_file_does_not_know_is_an_error(stock: type, grouped: str, expected: str) -> None:
+def test_a_class_that_a_file_does_not_know_is_an_error(
+    stock: type, grouped: str, expected: str
+) -> None:
     with pytest.raises(
-        ImportError, match=rf"^{stock.__name__} of transformers [0-9.]+ {expected}, which this modelling"
+        ImportError,
+        match=rf"^{stock.__name__} of transformers [0-9.]+ {expected}, which this modelling",
     ):
         gqa_common.attention_class(stock, getattr(gqa_opt, grouped))
 
@@ -333,25 +393,41 @@ def test_a_cache_under_a_new_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gqa_common, "CACHE_NAMES", ("layer_past",))
     gqa_common.attention_class.cache_clear()
     stock = transformers.models.bart.modeling_bart.BartAttention
-    with pytest.raises(ImportError, match=r"BartAttention of .* takes its cache under another name, which"):
+    with pytest.raises(
+        ImportError, match=r"BartAttention of .* takes its cache under another name, which"
+    ):
         gqa_common.attention_class(stock, gqa_common.GroupedAttention)
 
 
 def test_bloom_needs_position_biases_in_sdpa_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them, ALiBi would be left out in silence."""
-    monkeypatch.setattr(gqa_bloom, "sdpa_attention_forward", lambda module, query, key, value, mask, **options: None)
-    config = gqa_bloom.GQABloomConfig(hidden_size=24, n_head=12, n_layer=1, vocab_size=9, num_key_value_heads=3)
+    monkeypatch.setattr(
+        gqa_bloom, "sdpa_attention_forward", lambda module, query, key, value, mask, **options: None
+    )
+    config = gqa_bloom.GQABloomConfig(
+        hidden_size=24, n_head=12, n_layer=1, vocab_size=9, num_key_value_heads=3
+    )
     with pytest.raises(ImportError, match="can't add ALiBi in sdpa attention"):
         gqa_bloom.GQABloomForCausalLM(config)
 
 
 def test_every_modelling_file_has_a_record() -> None:
-    forms = {form for family in FAMILIES.values() for form in (family.modeling, *family.layerwise) if form}
-    assert set(FILES) == {file for form in forms for file in form.files}, "facts.toml names other files"
+    forms = {
+        form
+        for family in FAMILIES.values()
+        for form in (family.modeling, *family.layerwise)
+        if form
+    }
+    assert set(FILES) == {file for form in forms for file in form.files}, (
+        "facts.toml names other files"
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_imports(file: Path) -> None:
     """Nothing but torch, transformers, what comes with it, the standard library and the file that all share."""
     imported = re.findall(r"^\s*(?:from|import) (\.?\w+)", file.read_text(), re.MULTILINE)
-    assert set(imported) <= {"torch", "transformers", "huggingface_hub", ".gqa_common"} | sys.stdlib_module_names
+    assert (
+        set(imported)
+        <= {"torch", "transformers", "huggingface_hub", ".gqa_common"} | sys.stdlib_module_names
+    )

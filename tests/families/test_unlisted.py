@@ -27,7 +27,13 @@ HIDDEN: dict[str, dict[str, Any]] = {
 }
 """Types whose records are hidden, norms of keys of three kinds among them."""
 
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 REFUSED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "diffllama": {},
@@ -66,12 +72,16 @@ def test_nothing_is_written_of_a_type_that_works_otherwise(
     hide(model_type, monkeypatch)
     options = ConversionOptions(method="mean")
     with pytest.raises(GQAConvertError) as caught:
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", 3, options, prove=prover(tmp_path / "source"))
+        convert_checkpoint(
+            tmp_path / "source", tmp_path / "out", 3, options, prove=prover(tmp_path / "source")
+        )
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_result_without_a_proof_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_without_a_proof_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_checkpoint("qwen3", tmp_path / "source")
     hide("qwen3", monkeypatch)
     with pytest.raises(UnsupportedFamilyError, match="must be proved"):
@@ -98,7 +108,11 @@ def test_values_for_each_layer_are_never_ignored(tmp_path: Path) -> None:
     """transformers' Llama with them loads with all heads in every layer."""
     folder = make_checkpoint("llama", tmp_path / "source")
     layers = {"1": {"num_key_value_heads": 3}}
-    edit_json(folder / "config.json", per_layer_config=layers, allow_global_per_layer_attribute_access=True)
+    edit_json(
+        folder / "config.json",
+        per_layer_config=layers,
+        allow_global_per_layer_attribute_access=True,
+    )
     for read in (lambda: make_plan(open_checkpoint(folder), 3), lambda: load_model(folder, "auto")):
         with refused(UnsupportedFamilyError, "per_layer_config"):
             read()

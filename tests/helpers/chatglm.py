@@ -38,7 +38,9 @@ def write_source(folder: Path) -> dict[str, Tensor]:
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     for name in ("modeling_chatglm.py", "configuration_chatglm.py"):
-        (folder / name).write_text("raise AssertionError('this must never run')\n", encoding="utf-8")
+        (folder / name).write_text(
+            "raise AssertionError('this must never run')\n", encoding="utf-8"
+        )
     return tensors
 
 
@@ -49,7 +51,11 @@ def rotate(states: Tensor) -> Tensor:
     angles = torch.arange(states.shape[1]).double()[:, None] * frequencies
     first, second = states[..., 0:rotated:2], states[..., 1:rotated:2]
     turned = torch.stack(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        -1,
     )
     return torch.cat([turned.flatten(-2), states[..., rotated:]], -1)
 
@@ -59,7 +65,9 @@ def reference(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -
     query heads.
     """
     groups = config["multi_query_group_num"]
-    weights = {name.removeprefix("transformer."): tensor.double() for name, tensor in tensors.items()}
+    weights = {
+        name.removeprefix("transformer."): tensor.double() for name, tensor in tensors.items()
+    }
     states = embedding(ids, weights["embedding.word_embeddings.weight"])
 
     def norm(states: Tensor, name: str) -> Tensor:
@@ -74,11 +82,16 @@ def reference(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -
         )
         heads = fused.unflatten(-1, (-1, WIDTH)).transpose(0, 1)
         query, key, value = heads.split([HEADS, groups, groups])
-        key, value = (rows.repeat_interleave(HEADS // groups, dim=0) for rows in (rotate(key), value))
+        key, value = (
+            rows.repeat_interleave(HEADS // groups, dim=0) for rows in (rotate(key), value)
+        )
         attended = scaled_dot_product_attention(rotate(query), key, value, is_causal=True)
-        states = states + linear(attended.transpose(0, 1).flatten(1), weights[f"{layer}.self_attention.dense.weight"])
+        states = states + linear(
+            attended.transpose(0, 1).flatten(1), weights[f"{layer}.self_attention.dense.weight"]
+        )
         gate, up = linear(
-            norm(states, f"{layer}.post_attention_layernorm.weight"), weights[f"{layer}.mlp.dense_h_to_4h.weight"]
+            norm(states, f"{layer}.post_attention_layernorm.weight"),
+            weights[f"{layer}.mlp.dense_h_to_4h.weight"],
         ).chunk(2, -1)
         states = states + linear(silu(gate) * up, weights[f"{layer}.mlp.dense_4h_to_h.weight"])
     return linear(norm(states, "encoder.final_layernorm.weight"), weights["output_layer.weight"])

@@ -10,13 +10,23 @@ PLAIN = (
     "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
-TEXTS = ["def f(x):", "  return x + 1", "why?", "because of the sum.", "class A:\n    pass", "ünïcode 🙂 text"]
+TEXTS = [
+    "def f(x):",
+    "  return x + 1",
+    "why?",
+    "because of the sum.",
+    "class A:\n    pass",
+    "ünïcode 🙂 text",
+]
 LENGTH = 16
 
 
 def said(*texts: str) -> list[dict[str, str]]:
     """A conversation in which user and assistant take turns."""
-    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": text}
+        for number, text in enumerate(texts)
+    ]
 
 
 CHATS = [
@@ -42,4 +52,6 @@ def rows_file(folder: Path, rows: list[Any], name: str = "chats.jsonl") -> Path:
 
 def rendered(tokenizer: Any) -> list[int]:
     """The tokens of all conversations by the template."""
-    return [token for chat in CHATS for token in tokenizer.apply_chat_template(chat, return_dict=False)]
+    return [
+        token for chat in CHATS for token in tokenizer.apply_chat_template(chat, return_dict=False)
+    ]

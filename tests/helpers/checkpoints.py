@@ -30,19 +30,27 @@ def llama_arrays(layers: int = 2, hidden: int = HIDDEN, seed: int = 0) -> Arrays
     shapes = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     for layer in range(layers):
         stem = f"model.layers.{layer}"
-        shapes |= {f"{stem}.self_attn.{name}_proj.weight": (HEADS * WIDTH, hidden) for name in "qkv"}
+        shapes |= {
+            f"{stem}.self_attn.{name}_proj.weight": (HEADS * WIDTH, hidden) for name in "qkv"
+        }
         shapes |= {
             f"{stem}.self_attn.o_proj.weight": (hidden, HEADS * WIDTH),
             f"{stem}.mlp.down_proj.weight": (hidden, INNER),
         }
         shapes |= {f"{stem}.mlp.{name}_proj.weight": (INNER, hidden) for name in ("gate", "up")}
-        shapes |= {f"{stem}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{stem}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def write_llama(
-    folder: Path, *, arrays: Arrays | None = None, shards: int = 1, config: dict[str, Any] | None = None
+    folder: Path,
+    *,
+    arrays: Arrays | None = None,
+    shards: int = 1,
+    config: dict[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint folder with the layout of save_pretrained."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +85,11 @@ def write_index(path: Path, weight_map: dict[str, Any], total: int = 0) -> None:
 
 def read_weights(folder: Path) -> Arrays:
     """Return all tensors of a folder's safetensors files."""
-    return {name: array for path in sorted(folder.glob("*.safetensors")) for name, array in load_file(path).items()}
+    return {
+        name: array
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, array in load_file(path).items()
+    }
 
 
 def same_weights(left: Path, right: Path) -> bool:
@@ -104,7 +116,9 @@ def by_mean(source: Path, out: Path, groups: int = 4, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def refused(kind: type[GQAConvertError], *words: str) -> Iterator[pytest.ExceptionInfo[GQAConvertError]]:
+def refused(
+    kind: type[GQAConvertError], *words: str
+) -> Iterator[pytest.ExceptionInfo[GQAConvertError]]:
     """A context that must end with an error of this kind, in one line that holds all the words."""
     with pytest.raises(kind) as caught:
         yield caught

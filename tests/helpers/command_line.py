@@ -32,7 +32,9 @@ def run_python(
     given = os.environ if environment is None else environment
     if not fork_server.serves(given):
         command = [sys.executable, *words]
-        return subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, env=given, capture_output=True, text=True, timeout=timeout, check=False
+        )
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = fork_server.start(_program, (words,), given, out, err)
@@ -40,7 +42,9 @@ def run_python(
         if process.exitcode is None:
             process.kill()
             raise subprocess.TimeoutExpired(words, timeout)
-        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            words, process.exitcode, out.read_text(), err.read_text()
+        )
 
 
 def _program(words: list[str]) -> None:
@@ -65,5 +69,7 @@ def assert_mistake(result: subprocess.CompletedProcess[str], *words: str) -> Non
 def loaded_after(code: str, *arguments: str) -> set[str]:
     """Return the names of the modules that a new interpreter has loaded after `code`."""
     script = f"import sys\n{code}\nprint('|'.join(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
     return set(result.stdout.strip().splitlines()[-1].split("|"))

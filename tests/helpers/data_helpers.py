@@ -28,14 +28,24 @@ def demo_tokenizer() -> Any:
 
 def word_tokenizer(names: list[str], **special: str | None) -> Any:
     """A tokenizer of words between spaces, whose tokens are numbered as the names are."""
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
 
 
 def span_tokenizer(sentinels: int = 100, eos: str | None = "</s>") -> Any:
     """Words w0, w1, ... and sentinels as T5 has them, the first one last; the word w0 is the token 3."""
-    names = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS)), "[NLU]", "[NLG]", "[S2S]"]
+    names = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *(f"w{number}" for number in range(WORDS)),
+        "[NLU]",
+        "[NLG]",
+        "[S2S]",
+    ]
     names += [f"<extra_id_{number}>" for number in reversed(range(sentinels))]
     return word_tokenizer(names, eos_token=eos, pad_token="<pad>")
 
@@ -49,12 +59,18 @@ def restored(inputs: list[int], targets: list[int]) -> list[int]:
             spans[token] = []
         else:
             spans[[*spans][-1]].append(token)
-    text = [token for each in inputs[:-1] for token in (spans.pop(each) if each in SENTINELS else [each])]
+    text = [
+        token
+        for each in inputs[:-1]
+        for token in (spans.pop(each) if each in SENTINELS else [each])
+    ]
     assert not spans
     return text
 
 
-def array_tokens(tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bool = True) -> TokenSource:
+def array_tokens(
+    tokens: npt.ArrayLike, *, is_stream: bool = False, complete: bool = True
+) -> TokenSource:
     """Tokens in memory; the end-of-text token ends documents."""
     marked = np.array(tokens, np.uint32)
     marked[marked == EOS] |= LAST

@@ -53,7 +53,9 @@ def run_cases(target: str) -> None:
 
     with taking_part():
         accelerator = join()
-        for kind in (kind for kind, processes in KINDS.items() if processes == accelerator.num_processes):
+        for kind in (
+            kind for kind, processes in KINDS.items() if processes == accelerator.num_processes
+        ):
             layout = {"sharding": SHARDING[kind]}
             found: dict[str, Any] = {}
             for name, keys in CASES.items():
@@ -92,7 +94,9 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
     options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
     trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), **options)
-    found: dict[str, Any] = {"loss": np.array([result.loss for result in trainer.run(lambda: False)])}
+    found: dict[str, Any] = {
+        "loss": np.array([result.loss for result in trainer.run(lambda: False)])
+    }
     alone = accelerator.num_processes == 1
     dcp.save(state_of(placed, optimizer), checkpoint_id=folder / "saved", no_dist=alone)
     with torch.no_grad():
@@ -104,7 +108,9 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     state = state_of(placed, optimizer)
     dcp.load(state, checkpoint_id=folder / "saved", no_dist=alone)
     set_optimizer_state_dict(placed, optimizer, state["optimizer"])
-    found["moment"] = np.array(sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values()))
+    found["moment"] = np.array(
+        sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values())
+    )
     if accelerator.is_main_process:
         _, tensors = merged_model(model, folder)
         found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}
@@ -129,7 +135,10 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
         recompute(model)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora)
-    placed, teacher = model, small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None
+    placed, teacher = (
+        model,
+        small_model(kind, seed=1).eval().requires_grad_(False) if recipe.teacher else None,
+    )
     if sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1:
         placed = sharding.shard(model, accelerator.device, bf16=recipe.precision == "bf16")
         teacher = teacher and sharding.shard(teacher, accelerator.device, bf16=False)
@@ -151,7 +160,9 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])
     found["skipped"] = np.array([result.skipped for result in results])
-    state = get_model_state_dict(placed, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(
+        placed, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     return found | {f"weight {name}": tensor.float().numpy() for name, tensor in state.items()}
 
 

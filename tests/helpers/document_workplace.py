@@ -42,7 +42,12 @@ def _t5(path: Path) -> None:
 
 
 def _recipe(path: Path) -> None:
-    keys = {"model": "demo-gqa3-mean", "data": "text.txt", "evaluation_data": "held-out.txt", "output": "runs/recipe"}
+    keys = {
+        "model": "demo-gqa3-mean",
+        "data": "text.txt",
+        "evaluation_data": "held-out.txt",
+        "output": "runs/recipe",
+    }
     path.write_text(yaml.safe_dump(keys | SMALL), encoding="utf-8")
 
 
@@ -57,7 +62,9 @@ def _t5_config(path: Path) -> None:
 FILES: dict[str, Callable[[Path], object]] = {
     "Llama-2-7b": _llama,
     "meta-llama/Llama-2-7b-hf": _llama,
-    "meta-llama/Llama-3.1-8B": lambda path: _llama(path, kv_heads=8, positions=64),  # grouped-query already, as that is
+    "meta-llama/Llama-3.1-8B": lambda path: _llama(
+        path, kv_heads=8, positions=64
+    ),  # grouped-query already, as that is
     "SOURCE": _llama,
     "MODEL": _llama,
     "flan-t5-xl": _t5,
@@ -83,7 +90,9 @@ def reason(command: Command) -> str | None:
 def furnish(folder: Path) -> None:
     """Provide what the root of the repository contains."""
     (folder / "gqa_convert").mkdir()
-    (folder / "gqa_convert" / "demo_checkpoint").symlink_to(Path(gqa_convert.__file__).parent / "demo_checkpoint")
+    (folder / "gqa_convert" / "demo_checkpoint").symlink_to(
+        Path(gqa_convert.__file__).parent / "demo_checkpoint"
+    )
     shutil.copytree(ROOT / "recipes", folder / "recipes")
 
 
@@ -107,18 +116,28 @@ def shortened(command: Command) -> list[str]:
     instead = dict(_STATED["instead"].get(name, {}))
     if name == "uptrain":
         recipe = words[0]
-        first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        first = next(
+            (place for place, word in enumerate(words) if word.startswith("-")), len(words)
+        )
         words, options = words[:first], words[first:]
         if recipe.startswith("recipes/"):
             instead |= _STATED["hub_recipes"]
         stated = dict(word.split("=", 1) for word in words[1:])
-        return [name, recipe, *(f"{key}={value}" for key, value in (stated | instead).items()), *options]
+        return [
+            name,
+            recipe,
+            *(f"{key}={value}" for key, value in (stated | instead).items()),
+            *options,
+        ]
     if name in ("convert", "inspect") and "--calibration" not in words:
         instead = {}
     if name == "publish" and "--dry-run" not in words:
         words.append("--dry-run")  # all but the upload
     if "--retrieval" in words:
-        instead |= {"--lengths": "2000", "--questions": "6"}  # within the positions of the stand-ins
+        instead |= {
+            "--lengths": "2000",
+            "--questions": "6",
+        }  # within the positions of the stand-ins
     if "--encoder-tokens" in words:
         instead["--encoder-tokens"] = "16"
     for option, value in instead.items():

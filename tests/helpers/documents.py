@@ -10,7 +10,11 @@ import yaml
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
+]
 SHIPPED_RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")

@@ -40,12 +40,16 @@ def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     if not config.is_encoder_decoder:
         given = {"input_ids": PADDED, "attention_mask": PADDED_MASK}
         if getattr(config, "add_cross_attention", False):
-            given["encoder_hidden_states"] = torch.randn(2, 9, config.hidden_size, generator=generator)
+            given["encoder_hidden_states"] = torch.randn(
+                2, 9, config.hidden_size, generator=generator
+            )
             given["encoder_attention_mask"] = ENCODED_MASK
         return given, PADDED_MASK.bool()
     decoded = {"decoder_input_ids": DECODED, "decoder_attention_mask": DECODED_MASK}
     if hasattr(config, "num_mel_bins"):
-        sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+        sound = torch.randn(
+            2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator
+        )
         return {"input_features": sound} | decoded, DECODED_MASK.bool()
     return {"input_ids": ENCODED, "attention_mask": ENCODED_MASK} | decoded, DECODED_MASK.bool()
 
@@ -54,7 +58,9 @@ def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def logits(model: nn.Module) -> torch.Tensor:
     """Return the logits of the batch, except at padding."""
     given, mask = batch(model)
-    given |= {name: tensor.to(model.dtype) for name, tensor in given.items() if tensor.is_floating_point()}
+    given |= {
+        name: tensor.to(model.dtype) for name, tensor in given.items() if tensor.is_floating_point()
+    }
     return model(**given, use_cache=False).logits[mask]
 
 
@@ -69,14 +75,23 @@ def logits_in_parts(model: nn.Module) -> torch.Tensor:
     given, mask = batch(model)
     tokens, padding = "input_ids", "attention_mask"
     if model.config.is_encoder_decoder:
-        encoded = {name: given.pop(name) for name in ("input_ids", "attention_mask", "input_features") if name in given}
+        encoded = {
+            name: given.pop(name)
+            for name in ("input_ids", "attention_mask", "input_features")
+            if name in given
+        }
         given["encoder_outputs"] = model.get_encoder()(**encoded)
         given |= {name: encoded[name] for name in ("attention_mask",) if name in encoded}
         tokens, padding = "decoder_input_ids", "decoder_attention_mask"
     half = given[tokens].shape[1] // 2
-    first = model(**given | {tokens: given[tokens][:, :half], padding: given[padding][:, :half]}, use_cache=True)
+    first = model(
+        **given | {tokens: given[tokens][:, :half], padding: given[padding][:, :half]},
+        use_cache=True,
+    )
     name = cache_name(model)
-    second = model(**given | {tokens: given[tokens][:, half:], name: getattr(first, name)}, use_cache=True)
+    second = model(
+        **given | {tokens: given[tokens][:, half:], name: getattr(first, name)}, use_cache=True
+    )
     return torch.cat([first.logits, second.logits], dim=1)[mask]
 
 
@@ -84,7 +99,9 @@ def generate(model: nn.Module, **options: Any) -> Any:
     """The output of `generate` for a batch with padding. No token comes twice, so that the most likely one can't hide
     the others.
     """
-    given = {name: tensor for name, tensor in batch(model)[0].items() if not name.startswith("decoder_")}
+    given = {
+        name: tensor for name, tensor in batch(model)[0].items() if not name.startswith("decoder_")
+    }
     return model.generate(
         **given,
         do_sample=False,
@@ -111,7 +128,9 @@ def cached_heads(model: nn.Module) -> dict[str, list[int]]:
     found = {}
     for kind, each in caches.items():
         held = [getattr(layer, name, None) for layer in each.layers for name in ("keys", "values")]
-        found[kind] = sorted({states.shape[1] for states in held if states is not None and states.dim() == 4})
+        found[kind] = sorted(
+            {states.shape[1] for states in held if states is not None and states.dim() == 4}
+        )
     return found
 
 
@@ -132,7 +151,10 @@ def attentions(model: nn.Module) -> dict[str, torch.Tensor]:
     kinds = {"self": "decoder_attentions" if model.config.is_encoder_decoder else "attentions"}
     if "encoder_attention_mask" in given or model.config.is_encoder_decoder:
         kinds["cross"] = "cross_attentions"
-    return {kind: torch.stack([layer.transpose(1, 2)[mask] for layer in output[name]]) for kind, name in kinds.items()}
+    return {
+        kind: torch.stack([layer.transpose(1, 2)[mask] for layer in output[name]])
+        for kind, name in kinds.items()
+    }
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -142,7 +164,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     model(**given, use_cache=False).logits[mask].float().log_softmax(-1).square().mean().backward()
     model.eval()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 
@@ -159,7 +185,9 @@ def first_output(model: nn.Module, missing: list[str]) -> torch.Tensor:
     encoded = torch.cat([PADDED[:, 2:], torch.full((2, 1), model.config.eos_token_id)], dim=1)
     given: dict[str, Any] = {"input_ids": encoded}
     if "input_features" in names:
-        given = {name: tensor for name, tensor in batch(model)[0].items() if name == "input_features"}
+        given = {
+            name: tensor for name, tensor in batch(model)[0].items() if name == "input_features"
+        }
     if "decoder_input_ids" in names:
         given["decoder_input_ids"] = encoded
     return model(**given).to_tuple()[0]
@@ -206,7 +234,12 @@ def save_twice(model: nn.Module, load: Callable[..., Any]) -> dict[str, Any]:
         names = sorted(path.name for path in first.iterdir() if path.is_file())
         _, differing, missing = filecmp.cmpfiles(first, second, names, shallow=False)
         config = json.loads((first / "config.json").read_text())
-        return {"files": names, "differing": differing + missing, "config": config, "logits": logits(loaded)}
+        return {
+            "files": names,
+            "differing": differing + missing,
+            "config": config,
+            "logits": logits(loaded),
+        }
 
 
 def measure_auto(auto: str, folder: str) -> dict[str, Any]:
@@ -254,9 +287,13 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
         result["bfloat16"] = attempt(lambda: logits(load(dtype=torch.bfloat16).eval()))
         result["device map"] = attempt(lambda: logits(load(device_map="cpu").eval()))
     if request.get("autos"):
-        result["autos"] = {name: attempt(lambda name=name: measure_auto(name, folder)) for name in request["autos"]}
+        result["autos"] = {
+            name: attempt(lambda name=name: measure_auto(name, folder)) for name in request["autos"]
+        }
     if request.get("compiled"):
-        result["compiled"] = attempt(lambda: logits(torch.compile(model, backend="eager", fullgraph=True)))
+        result["compiled"] = attempt(
+            lambda: logits(torch.compile(model, backend="eager", fullgraph=True))
+        )
     return result
 
 
@@ -271,7 +308,9 @@ class NoProject(MetaPathFinder):
 def main() -> None:
     """Answer requests until stdin ends."""
     root = Path(__file__).resolve().parents[2]
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")]
+    sys.path[:] = [
+        entry for entry in sys.path if Path(entry).resolve() not in (root, root / "tests")
+    ]
     sys.meta_path.insert(0, NoProject())
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("gqa_convert")
@@ -302,7 +341,9 @@ class Elsewhere:
             "HF_HOME": str(folder / "home"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(transformers.__file__).parents[1]),  # the same transformers, wherever it lies
+            "PYTHONPATH": str(
+                Path(transformers.__file__).parents[1]
+            ),  # the same transformers, wherever it lies
         }
         self.log = folder / "errors.txt"
         with self.log.open("w") as errors:

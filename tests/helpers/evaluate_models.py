@@ -20,11 +20,20 @@ POSITIONS = 48
 
 
 def causal(
-    folder: Path, *, seed: int = 0, tokenizer: Any = None, dtype: torch.dtype = torch.float32, **config: Any
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokenizer: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
 ) -> Path:
     """A tiny Llama with the bundled tokenizer."""
     tokenizer = tokenizer or demo_tokenizer()
-    settings = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "max_position_embeddings": POSITIONS} | config
+    settings = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 1,
+        "max_position_embeddings": POSITIONS,
+    } | config
     make_model(make_config("llama", **settings), seed=seed).to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -43,16 +52,24 @@ def bart(folder: Path) -> Path:
     return seq2seq.model(folder, "bart", span_tokenizer(sentinels=0), **sizes, **heads, **tokens)
 
 
-def constant(folder: Path, tokens: Sequence[str], log_probabilities: Sequence[float], bos: str | None = None) -> Path:
+def constant(
+    folder: Path, tokens: Sequence[str], log_probabilities: Sequence[float], bos: str | None = None
+) -> Path:
     """A model that always predicts the same distribution, with a tokenizer that cuts text into runs of the tokens'
     length.
     """
     length = len(next(token for token in tokens if token != bos))
-    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
     tokenizer.decoder = decoders.Fuse()
     model = make_model(
-        make_config("llama", vocab_size=len(tokens), num_hidden_layers=1, max_position_embeddings=POSITIONS)
+        make_config(
+            "llama", vocab_size=len(tokens), num_hidden_layers=1, max_position_embeddings=POSITIONS
+        )
     )
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(1.0)
@@ -78,7 +95,10 @@ def command_line(
     """Run `gqa-convert evaluate` in this process and return its exit code, stdout and stderr."""
     from gqa_convert.cli import main
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     monkeypatch.setattr(sys, "argv", ["gqa-convert", "evaluate", *map(str, arguments)])
     try:
         with pytest.raises(SystemExit) as ended:

@@ -30,7 +30,10 @@ BEGINS: dict[str, Callable[[], object]] = {
     "asks": lambda: input("Do you trust this checkpoint? "),
     "chatters": lambda: print('{"status": "failed"}'),
 }
-REFUSALS = {"unsupported": NotSupportedError("no such architecture"), "absent": AbsentError("no converter")}
+REFUSALS = {
+    "unsupported": NotSupportedError("no such architecture"),
+    "absent": AbsentError("no converter"),
+}
 
 PACKAGES = Path(__file__).parent / "engine_packages"
 """Packages with the names and the interfaces of the engines', and a converter of llama.cpp."""
@@ -38,7 +41,9 @@ PACKAGES = Path(__file__).parent / "engine_packages"
 
 def write_interpreter(path: Path, converter: Path = PACKAGES) -> Path:
     """Write a program that is Python with these packages."""
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGES} LLAMA_CPP={converter} exec {sys.executable} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nPYTHONPATH={PACKAGES} LLAMA_CPP={converter} exec {sys.executable} "$@"\n'
+    )
     path.chmod(0o755)
     return path
 

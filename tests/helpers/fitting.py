@@ -46,7 +46,10 @@ def batches_for(model: Any, *, count: int = 4) -> list[dict[str, Tensor]]:
 
 def plan_of(source: Path, groups: int = 3, *, method: str = "fit", **options: Any) -> Plan:
     """The plan of a checkpoint that keeps its own type."""
-    if FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling is not None:
+    if (
+        FAMILIES[json.loads((source / "config.json").read_text())["model_type"]].modeling
+        is not None
+    ):
         options = {"native": False} | options
     return make_plan(open_checkpoint(source), groups, method=method, **options)
 
@@ -64,8 +67,12 @@ def fit(
     """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless it is asked to take
     some; and the divergence before and after it, None without held-out batches.
     """
-    calibration = Calibration(list(batches), 0, 8, "", "", held_out=list(held_out), fresh=list(fresh))
-    asked = CalibrationOptions(steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options)
+    calibration = Calibration(
+        list(batches), 0, 8, "", "", held_out=list(held_out), fresh=list(fresh)
+    )
+    asked = CalibrationOptions(
+        steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options
+    )
     steps_together = decide(plan, asked).last_stage_steps(plan, asked) if held_out else 0
     record = CalibrationRecord(text="", tokens=0, sequence_length=0, seed=0, steps=steps, digest="")
     records = []
@@ -83,7 +90,10 @@ def divergence(source: Any, result: Any, batches: list[dict[str, Tensor]]) -> fl
     total, count = 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            p, q = (log_softmax(model(**batch, use_cache=False).logits.double(), -1) for model in (source, result))
+            p, q = (
+                log_softmax(model(**batch, use_cache=False).logits.double(), -1)
+                for model in (source, result)
+            )
             each = (p.exp() * (p - q)).sum(-1)
             total, count = total + float(each.sum()), count + each.numel()
     return total / count

@@ -26,9 +26,12 @@ def names(text: str) -> frozenset[str]:
 
 _FACTS = yaml.safe_load(Path(__file__).with_name("folding_facts.yaml").read_text())
 NORMED, GATED, VALUES_NORMED, OUTPUT_NORMED, KEEPS_ORDER, BIASED = (
-    names(_FACTS[name]) for name in ("NORMED", "GATED", "VALUES_NORMED", "OUTPUT_NORMED", "KEEPS_ORDER", "BIASED")
+    names(_FACTS[name])
+    for name in ("NORMED", "GATED", "VALUES_NORMED", "OUTPUT_NORMED", "KEEPS_ORDER", "BIASED")
 )
-NORMED_IF, KEEPS_ORDER_IF, FUSED, ROLES = (_FACTS[name] for name in ("NORMED_IF", "KEEPS_ORDER_IF", "FUSED", "ROLES"))
+NORMED_IF, KEEPS_ORDER_IF, FUSED, ROLES = (
+    _FACTS[name] for name in ("NORMED_IF", "KEEPS_ORDER_IF", "FUSED", "ROLES")
+)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = native.CASES | own_files.CASES
 CASES |= {name: (name.partition(",")[0], values) for name, values in _FACTS["variants"].items()}
@@ -102,7 +105,9 @@ class Case:
             return module.endswith("SelfAttention")
         if kind == "whisper":
             return module.endswith("encoder_attn")
-        return kind in KEEPS_ORDER or bool(kind in KEEPS_ORDER_IF and getattr(self.model.config, KEEPS_ORDER_IF[kind]))
+        return kind in KEEPS_ORDER or bool(
+            kind in KEEPS_ORDER_IF and getattr(self.model.config, KEEPS_ORDER_IF[kind])
+        )
 
     def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
         """The projections of every attention module, and gains of keys that each head has for itself; `blocks` where a fused
@@ -115,22 +120,34 @@ class Case:
             module, has_gains, kind = name.partition(f".{family.key_norm_name}.")
             if has_gains and family.key_norm not in ("none", "shared"):
                 one_each = family.key_norm == "per_head_list"
-                views = [parameter.data] if one_each else list(parameter.data.unflatten(0, (kv_heads, -1)))
+                views = (
+                    [parameter.data]
+                    if one_each
+                    else list(parameter.data.unflatten(0, (kv_heads, -1)))
+                )
                 found.setdefault(module, {}).setdefault(("gain", "weight"), []).extend(views)
                 continue
             *modules, projection, kind = name.split(".")
-            if not modules or modules[-1] not in ATTENTION or ("encoder" in modules) != self.encoder:
+            if (
+                not modules
+                or modules[-1] not in ATTENTION
+                or ("encoder" in modules) != self.encoder
+            ):
                 continue
             own = found.setdefault(".".join(modules), {})
             rows = parameter.data
             if projection in ROLES:
                 role = ROLES[projection]
                 rows = rows.movedim(-1, 0) if projection == "q_attn" else rows
-                own[role, kind] = list(rows.unflatten(0, (self.heads if role == "query" else kv_heads, -1)))
+                own[role, kind] = list(
+                    rows.unflatten(0, (self.heads if role == "query" else kv_heads, -1))
+                )
             elif self.model_type in FUSED and projection == family.fused:
                 rows = rows.movedim(-1, 0) if self.model_type == "gpt2" else rows
                 heads = 0 if modules[-1] == "crossattention" else self.heads
-                for role, views in cut(rows, heads, kv_heads, "blocks" if blocks else FUSED[self.model_type]).items():
+                for role, views in cut(
+                    rows, heads, kv_heads, "blocks" if blocks else FUSED[self.model_type]
+                ).items():
                     own[role, kind] = views
         return {module: own for module, own in found.items() if ("key", "weight") in own}
 
@@ -141,14 +158,19 @@ def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[
     """
     if layout == "blocks":
         views = list(rows.unflatten(0, (heads + 2 * kv_heads, -1)))
-        return {"query": views[:heads], "key": views[heads : heads + kv_heads], "value": views[heads + kv_heads :]}
+        return {
+            "query": views[:heads],
+            "key": views[heads : heads + kv_heads],
+            "value": views[heads + kv_heads :],
+        }
     if layout == "grouped":
         cells = rows.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
         queries = [view for cell in cells for view in cell[:-2]]
         return {"query": queries, "key": list(cells[:, -2]), "value": list(cells[:, -1])}
     cells = rows.unflatten(0, (4, 3, heads // 4, -1))
     return {
-        role: [view for cell in cells[:, kind] for view in cell] for kind, role in enumerate(("query", "value", "key"))
+        role: [view for cell in cells[:, kind] for view in cell]
+        for kind, role in enumerate(("query", "value", "key"))
     }
 
 
@@ -159,7 +181,9 @@ def build(case: str, *, kv_heads: int = HEADS, **changes: Any) -> Case:
     if model_type in NATIVE:
         config = tiny.make_config(model_type, kv_heads=kv_heads, **values)
         return Case(model_type, tiny.make_model(config), kv_heads)
-    return Case(model_type, own_files.make_source_model(model_type, **values), SOURCE_HEADS.get(case, HEADS))
+    return Case(
+        model_type, own_files.make_source_model(model_type, **values), SOURCE_HEADS.get(case, HEADS)
+    )
 
 
 @torch.no_grad()
@@ -175,7 +199,9 @@ def pool(case: Case, groups: int, *, strided: bool = False) -> nn.Module:
     for own in case.parts(case.model, case.kv_heads).values():
         for (role, _), views in own.items():
             for group in range(groups if size > 1 and role != "query" else 0):
-                members = views[group::groups] if strided else views[group * size : (group + 1) * size]
+                members = (
+                    views[group::groups] if strided else views[group * size : (group + 1) * size]
+                )
                 mean = torch.stack(members).double().mean(0)
                 for view in members:
                     view.copy_(mean)
@@ -198,7 +224,10 @@ class Maps:
 
     def any(self, width: int) -> Tensor:
         """Return a random matrix [width, width]."""
-        left, right = (torch.linalg.qr(self._numbers(width * width).view(width, width) - 0.5)[0] for _ in range(2))
+        left, right = (
+            torch.linalg.qr(self._numbers(width * width).view(width, width) - 0.5)[0]
+            for _ in range(2)
+        )
         return left * self._sizes(width) @ right
 
     def turning(self, width: int, rotated: int, layout: str) -> Tensor:
@@ -206,7 +235,9 @@ class Maps:
         result = torch.zeros(width, width, dtype=torch.float64)
         rows = torch.arange(rotated)
         real, imaginary = (
-            (rows[0::2], rows[1::2]) if layout == "interleaved" else (rows[: rotated // 2], rows[rotated // 2 :])
+            (rows[0::2], rows[1::2])
+            if layout == "interleaved"
+            else (rows[: rotated // 2], rows[rotated // 2 :])
         )
         angles, sizes = 6.3 * self._numbers(len(real)), self._sizes(len(real))
         result[real, real] = result[imaginary, imaginary] = sizes * angles.cos()
@@ -265,5 +296,7 @@ def converted(case: Case, folder: Path, groups: int, method: str, **options: Any
         case.model.save_pretrained(source)
     out = folder / f"{method}-{groups}"
     native = None if case.model_type in NATIVE else False
-    convert_checkpoint(source, out, groups, ConversionOptions(method=method, native=native, **options))
+    convert_checkpoint(
+        source, out, groups, ConversionOptions(method=method, native=native, **options)
+    )
     return case.load(out)

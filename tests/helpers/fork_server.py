@@ -47,7 +47,11 @@ def serves(environment: Mapping[str, str]) -> bool:
 
 
 def start(
-    work: Callable[..., object], arguments: tuple[Any, ...], environment: Mapping[str, str], out: Path, err: Path
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: Mapping[str, str],
+    out: Path,
+    err: Path,
 ) -> ForkServerProcess:
     """Start a process.
 
@@ -61,13 +65,19 @@ def start(
     with mock.patch.dict(os.environ, _STARTED_IN | _QUIET, clear=True):
         forkserver.ensure_running()
     folder = str(Path.cwd())
-    process = CONTEXT.Process(target=_begin, args=(work, arguments, dict(environment), folder, out, err), daemon=True)
+    process = CONTEXT.Process(
+        target=_begin, args=(work, arguments, dict(environment), folder, out, err), daemon=True
+    )
     process.start()
     return process
 
 
 def _begin(
-    work: Callable[..., object], arguments: tuple[Any, ...], environment: dict[str, str], folder: str, *files: Path
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    folder: str,
+    *files: Path,
 ) -> None:
     gc.freeze()  # nothing of the server is garbage, and looking for it would copy its memory
     for number, file in enumerate(files, 1):

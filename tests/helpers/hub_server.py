@@ -84,7 +84,9 @@ class HubServer:
 
     def sent(self, file: str) -> int:
         """Bytes of a file that were sent."""
-        return sum(entry.nbytes for entry in self.log if entry.file == file and entry.method == "GET")
+        return sum(
+            entry.nbytes for entry in self.log if entry.file == file and entry.method == "GET"
+        )
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
@@ -114,10 +116,17 @@ class HubServer:
         folder, commit = self.repos[repo][branch], self.commit(repo, branch)
         if kind == "resolve":
             return self._resolve(request, folder, file, commit)
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         sizes = {name: {"size": path.stat().st_size} for name, path in files.items()}
         if kind == "tree":
-            entries = [{"type": "file", "path": name, "oid": self._etag(files[name])} | sizes[name] for name in files]
+            entries = [
+                {"type": "file", "path": name, "oid": self._etag(files[name])} | sizes[name]
+                for name in files
+            ]
             return self._json(request, entries)
         with_sizes = "blobs" in parse_qs(url.query)
         siblings = [{"rfilename": name} | (sizes[name] if with_sizes else {}) for name in files]
@@ -128,7 +137,9 @@ class HubServer:
         del body
         self._send(request, 405, b"")
 
-    def _resolve(self, request: BaseHTTPRequestHandler, folder: Path, file: str, commit: str) -> None:
+    def _resolve(
+        self, request: BaseHTTPRequestHandler, folder: Path, file: str, commit: str
+    ) -> None:
         path = folder / file
         if not path.is_file():
             return self._refuse(request, 404, "EntryNotFound", commit)
@@ -142,7 +153,9 @@ class HubServer:
             return self._send(request, 302, b"", headers | linked)
         return self._send_file(request, str(path), headers)
 
-    def _send_file(self, request: BaseHTTPRequestHandler, name: str, headers: dict[str, str] | None = None) -> None:
+    def _send_file(
+        self, request: BaseHTTPRequestHandler, name: str, headers: dict[str, str] | None = None
+    ) -> None:
         raw = Path("/", name).read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
         if not asked:
@@ -154,14 +167,27 @@ class HubServer:
         span = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(raw)}"}
         return self._send(request, 206, part, (headers or {}) | span)
 
-    def _refuse(self, request: BaseHTTPRequestHandler, status: int, code: str, commit: str = "") -> None:
-        self._send(request, status, b"", {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit})
+    def _refuse(
+        self, request: BaseHTTPRequestHandler, status: int, code: str, commit: str = ""
+    ) -> None:
+        self._send(
+            request,
+            status,
+            b"",
+            {"X-Error-Code": code, "X-Error-Message": code, "X-Repo-Commit": commit},
+        )
 
     def _json(self, request: BaseHTTPRequestHandler, value: Any, status: int = 200) -> None:
-        self._send(request, status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self._send(
+            request, status, json.dumps(value).encode(), {"Content-Type": "application/json"}
+        )
 
     def _send(
-        self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
+        self,
+        request: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes,
+        headers: dict[str, str] | None = None,
     ) -> None:
         request.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
@@ -182,6 +208,8 @@ class HubServer:
         return hashlib.sha1(path.read_bytes()).hexdigest()
 
 
-def described(repo: str, commit: str, siblings: list[dict[str, Any]], *, private: bool) -> dict[str, Any]:
+def described(
+    repo: str, commit: str, siblings: list[dict[str, Any]], *, private: bool
+) -> dict[str, Any]:
     """What the Hub says of a repository at a commit."""
     return {"id": repo, "modelId": repo, "sha": commit, "siblings": siblings, "private": private}

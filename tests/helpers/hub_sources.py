@@ -63,7 +63,9 @@ def write_hub_source(name: str, folder: Path) -> Path:
     if "bin" in files:
         save_torch_state_dict(tensors, folder, safe_serialization=False, max_shard_size=shard)
     if "safetensors" in files:  # which refuses tensors that share memory
-        save_torch_state_dict({key: each.clone() for key, each in tensors.items()}, folder, max_shard_size=shard)
+        save_torch_state_dict(
+            {key: each.clone() for key, each in tensors.items()}, folder, max_shard_size=shard
+        )
     return folder
 
 

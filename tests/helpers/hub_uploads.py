@@ -71,7 +71,9 @@ class UploadHub(HubServer):
         branch = self.commits[revision][1] if revision in self.commits else revision
         if branch not in self.branches[repo]:
             return self._refuse(request, 404, "RevisionNotFound")
-        siblings = [self._sibling(name, raw) for name, raw in sorted(self.branches[repo][branch].items())]
+        siblings = [
+            self._sibling(name, raw) for name, raw in sorted(self.branches[repo][branch].items())
+        ]
         commit = self.commit(repo, branch)
         self.commits[commit] = (repo, branch)
         return self._json(request, described(repo, commit, siblings, private=self.private[repo]))
@@ -80,7 +82,11 @@ class UploadHub(HubServer):
         raw = raw + b"!" if name == self.damage else raw
         found: dict[str, Any] = {"rfilename": name, "size": len(raw), "blobId": blob_id(raw)}
         if self._is_large(name):
-            found["lfs"] = {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw), "pointerSize": 130}
+            found["lfs"] = {
+                "sha256": hashlib.sha256(raw).hexdigest(),
+                "size": len(raw),
+                "pointerSize": 130,
+            }
         return found
 
     @staticmethod
@@ -122,7 +128,9 @@ class UploadHub(HubServer):
             there = self.branches[repo][branch]
             modes = [self._mode(each["path"], there) for each in json.loads(body)["files"]]
             return self._json(request, {"files": modes})
-        return self._commit(request, repo, branch, body, pull_request="create_pr" in parse_qs(url.query))
+        return self._commit(
+            request, repo, branch, body, pull_request="create_pr" in parse_qs(url.query)
+        )
 
     def _create(self, request: BaseHTTPRequestHandler, wanted: dict[str, Any]) -> None:
         repo = f"{wanted['organization']}/{wanted['name']}"
@@ -138,7 +146,11 @@ class UploadHub(HubServer):
         found = {"oid": wanted["oid"], "size": wanted["size"]}
         if wanted["oid"] in self.stored:
             return found
-        return found | {"actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}?{SIGNATURE}", "header": {}}}}
+        return found | {
+            "actions": {
+                "upload": {"href": f"{self.url}/lfs/{wanted['oid']}?{SIGNATURE}", "header": {}}
+            }
+        }
 
     def _mode(self, path: str, there: Files) -> dict[str, Any]:
         mode = "lfs" if self._is_large(path) else "regular"
@@ -149,7 +161,13 @@ class UploadHub(HubServer):
         return found
 
     def _commit(
-        self, request: BaseHTTPRequestHandler, repo: str, branch: str, body: bytes, *, pull_request: bool
+        self,
+        request: BaseHTTPRequestHandler,
+        repo: str,
+        branch: str,
+        body: bytes,
+        *,
+        pull_request: bool,
     ) -> None:
         files = dict(self.branches[repo][branch])
         for line in body.splitlines():

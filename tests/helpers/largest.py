@@ -19,9 +19,15 @@ class LargestWith(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._shape, self.rows = (hidden_size, vocabulary), 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         found = function(*arguments, **(named or {}))
         for each in tree_leaves(found):
-            if isinstance(each, torch.Tensor) and each.shape != self._shape and each.shape[-1:] == self._shape[1:]:
+            if (
+                isinstance(each, torch.Tensor)
+                and each.shape != self._shape
+                and each.shape[-1:] == self._shape[1:]
+            ):
                 self.rows = max(self.rows, each.numel() // self._shape[1])
         return found

@@ -18,14 +18,18 @@ OPTIONS = {name: (name.partition(",")[0], values) for name, values in _STATED["o
 
 NATIVE = sorted(model_type for model_type, family in FAMILIES.items() if family.native)
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in NATIVE} | OPTIONS
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    model_type: (model_type, {}) for model_type in NATIVE
+} | OPTIONS
 
 REPRESENTATIVE = tuple(_STATED["representative"])
 
 
 def load(folder: Path) -> nn.Module:
     """Load a model in float32, and assert that the folder has every parameter and no other."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 

@@ -17,9 +17,13 @@ from tests.helpers.tiny import make_config, make_model, randomise
 
 _STATED = yaml.safe_load(Path(__file__).with_name("own_files.yaml").read_text())
 SIZES: dict[str, dict[str, Any]] = _STATED["sizes"]
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: tuple(case) for name, case in _STATED["variants"].items()}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: tuple(case) for name, case in _STATED["variants"].items()
+}
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) for model_type in SIZES} | VARIANTS
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    model_type: (model_type, {}) for model_type in SIZES
+} | VARIANTS
 
 
 def auto_class(model_type: str) -> str:
@@ -41,8 +45,16 @@ def make_source_model(model_type: str, *, seed: int = 0, **changes: Any) -> nn.M
     if model_type not in SIZES:
         return make_model(make_config(model_type, **changes), seed=seed)
     config = CONFIG_MAPPING[model_type](**copy.deepcopy(SIZES[model_type] | changes))
-    model = getattr(transformers, auto_class(model_type)).from_config(config, dtype=torch.float32).eval()
-    fixed = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if not parameter.requires_grad]
+    model = (
+        getattr(transformers, auto_class(model_type))
+        .from_config(config, dtype=torch.float32)
+        .eval()
+    )
+    fixed = [
+        (parameter, parameter.detach().clone())
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+    ]
     randomise(model, seed)
     with torch.no_grad():
         for parameter, sinusoids in fixed:
@@ -75,7 +87,9 @@ def make_source(
     Returns:
         The folder.
     """
-    make_source_model(model_type, seed=seed, **changes).to(dtype).save_pretrained(folder, max_shard_size=shards)
+    make_source_model(model_type, seed=seed, **changes).to(dtype).save_pretrained(
+        folder, max_shard_size=shards
+    )
     return folder
 
 

@@ -17,7 +17,17 @@ import pytest
 
 from tests.helpers import fork_server
 
-_LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "SLURM_", "OMPI_", "PMI_")
+_LAUNCHERS = (
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "ACCELERATE_",
+    "FSDP_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+)
 
 
 def free_port() -> int:
@@ -38,7 +48,12 @@ class Job:
     """
 
     def __init__(
-        self, work: Callable[..., None], arguments: tuple[Any, ...], folder: Path, processes: int, **environment: str
+        self,
+        work: Callable[..., None],
+        arguments: tuple[Any, ...],
+        folder: Path,
+        processes: int,
+        **environment: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
@@ -58,8 +73,12 @@ class Job:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                 }
-            inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-            self.processes.append(fork_server.start(work, arguments, inherited | launcher | environment, log, log))
+            inherited = {
+                name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)
+            }
+            self.processes.append(
+                fork_server.start(work, arguments, inherited | launcher | environment, log, log)
+            )
 
     def wait(self, seconds: float = 60) -> list[int]:
         """The exit codes; a process that is still there after this time fails the test."""
@@ -81,13 +100,17 @@ class Job:
         """Until a file or folder exists, and the file has content if asked for."""
         until = time.monotonic() + 60
         while not path.exists() or (filled and not path.stat().st_size):
-            if time.monotonic() > until or not any(process.is_alive() for process in self.processes):
+            if time.monotonic() > until or not any(
+                process.is_alive() for process in self.processes
+            ):
                 self.kill()
                 pytest.fail(f"{path} did not appear\n{self.text()}")
             time.sleep(0.005)
 
     def text(self) -> str:
-        return "".join(f"--- {log.name}\n{log.read_text() if log.exists() else ''}" for log in self.logs)
+        return "".join(
+            f"--- {log.name}\n{log.read_text() if log.exists() else ''}" for log in self.logs
+        )
 
     def complaints(self) -> list[str]:
         """The lines that the command line ended with, of all processes."""

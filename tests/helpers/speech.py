@@ -25,7 +25,9 @@ def hearing_model(folder: Path) -> Path:
     return folder
 
 
-def write_sound(path: Path, seconds: float, *, pitch: float = 440.0, rate: int = RATE, channels: int = 1) -> None:
+def write_sound(
+    path: Path, seconds: float, *, pitch: float = 440.0, rate: int = RATE, channels: int = 1
+) -> None:
     """A tone with some noise."""
     count = int(seconds * rate)
     noise = np.random.default_rng(int(pitch)).normal(0, 0.05, count)

@@ -67,7 +67,13 @@ def student_home(folder: Path) -> Iterator[Path]:
 
 def recipe(home: Path, output: Path, **keys: Any) -> Path:
     """Write a recipe file for a run of a few steps."""
-    values = {"model": str(home / "student"), "data": str(home / "text.txt"), "output": str(output), **SMALL, **keys}
+    values = {
+        "model": str(home / "student"),
+        "data": str(home / "text.txt"),
+        "output": str(output),
+        **SMALL,
+        **keys,
+    }
     path = output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
@@ -80,7 +86,10 @@ def run(home: Path, output: Path, **keys: Any) -> dict[str, Any]:
 
 def metrics(output: Path) -> list[dict[str, Any]]:
     """Return the lines of the metrics file, without what depends on the clock and the machine."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for line in lines:
         assert line.pop("tokens_per_second") > 0
         for name in MEASURED:
@@ -119,7 +128,9 @@ def in_child(action: Callable[[], Any]) -> tuple[int, str]:
 
 
 def _act(action: Callable[[], Any], pipe: int) -> Never:
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch's kernels fail now and then in threads of a fork
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+        "1"  # torch's kernels fail now and then in threads of a fork
+    )
     status = 0
     try:
         action()

@@ -30,7 +30,11 @@ def save_byte_pairs(folder: Path, **stated: Any) -> None:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = {chr(33 + index): index for index in range(30)} | {"<|endoftext|>": 30, "Ġ": 31, "Ġ!": 32}
+    words = {chr(33 + index): index for index in range(30)} | {
+        "<|endoftext|>": 30,
+        "Ġ": 31,
+        "Ġ!": 32,
+    }
     tokenizer = Tokenizer(models.BPE(words, [("Ġ", "!")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,7 +100,11 @@ def claim(out: Path, **changes: Any) -> None:
 
 def tensor_of(folder: Path, name: str) -> torch.Tensor:
     """A tensor of a folder of safetensors files."""
-    return next(tensors[name] for file in folder.glob("*.safetensors") if name in (tensors := load_file(file)))
+    return next(
+        tensors[name]
+        for file in folder.glob("*.safetensors")
+        if name in (tensors := load_file(file))
+    )
 
 
 def change(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage:

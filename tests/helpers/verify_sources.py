@@ -39,7 +39,9 @@ def save_source(name: str, folder: Path) -> None:
     """Save a source with weights large enough for attention to matter, with a tokenizer and a chat template."""
     source = SOURCES[name]
     if source.native is not None:
-        make_source(source.model_type, folder, dtype=source.dtype, shards=source.shards, **source.changes)
+        make_source(
+            source.model_type, folder, dtype=source.dtype, shards=source.shards, **source.changes
+        )
     else:
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(source.model_type, **SIZES | source.changes)
@@ -51,7 +53,9 @@ def save_source(name: str, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text("{{ messages }}")
     if name == "bart, decoder alone":
         transformers.BartForCausalLM.from_pretrained(folder).save_pretrained(folder)
-    if source.model_type == "qwen2":  # whose class splits text into bytes, whatever tokenizer.json says
+    if (
+        source.model_type == "qwen2"
+    ):  # whose class splits text into bytes, whatever tokenizer.json says
         save_byte_pairs(folder, tokenizer_class="Qwen2Tokenizer", eos_token="<|endoftext|>")
         return
     save_tokenizer(folder)

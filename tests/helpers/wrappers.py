@@ -17,12 +17,20 @@ IMAGE = 127
 _SPECS = yaml.safe_load(Path(__file__).with_name("wrappers.yaml").read_text())
 _TEXT: dict[str, Any] = _SPECS.pop("text")
 WRAPPER_TYPES = tuple(_SPECS)
-_INPUTS: dict[str, Any] = {"start": [], "tokens": 4, "pixels": "pixel_values", "shape": [1, 3, 16, 16], "marks": None}
+_INPUTS: dict[str, Any] = {
+    "start": [],
+    "tokens": 4,
+    "pixels": "pixel_values",
+    "shape": [1, 3, 16, 16],
+    "marks": None,
+}
 _INPUTS |= {"given": {}, "ones": {}}
 """The inputs of most types."""
 
 
-def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabulary: int = 128) -> Path:
+def make_wrapper(
+    model_type: str, folder: Path, *, flat: bool = False, vocabulary: int = 128
+) -> Path:
     """Save a tiny random wrapper.
 
     Args:
@@ -33,7 +41,9 @@ def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabular
     """
     spec = _SPECS[model_type]
     text = _TEXT | {"model_type": spec["decoder"], "vocab_size": vocabulary} | spec.get("text", {})
-    config = CONFIG_MAPPING[model_type](text_config=text, tie_word_embeddings=False, **spec["config"])
+    config = CONFIG_MAPPING[model_type](
+        text_config=text, tie_word_embeddings=False, **spec["config"]
+    )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -50,7 +60,9 @@ def make_wrapper(model_type: str, folder: Path, *, flat: bool = False, vocabular
 
 def load_wrapper(folder: Path) -> nn.Module:
     """The model in its own class."""
-    loaded: nn.Module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded: nn.Module = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     return loaded
 
 
@@ -60,7 +72,9 @@ def image_inputs(model_type: str) -> dict[str, torch.Tensor]:
     stated = _INPUTS | _SPECS[model_type].get("inputs", {})
     ids = torch.tensor([[3, 4, 5, *stated["start"], *[IMAGE] * stated["tokens"], 9, 10, 11, 12]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs[stated["pixels"]] = torch.randn(stated["shape"], generator=torch.Generator().manual_seed(1))
+    inputs[stated["pixels"]] = torch.randn(
+        stated["shape"], generator=torch.Generator().manual_seed(1)
+    )
     inputs |= {name: torch.tensor(value) for name, value in stated["given"].items()}
     inputs |= {name: torch.ones(shape, dtype=torch.long) for name, shape in stated["ones"].items()}
     if stated["marks"]:

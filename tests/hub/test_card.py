@@ -39,8 +39,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("card")
     source = write_llama(base / "source")
-    (source / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# The source's own card\n")
-    convert_checkpoint(source, base / "out", 3, ConversionOptions(method="mean", hash_weights=True, command=COMMAND))
+    (source / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage: [en, de]\n---\n# The source's own card\n"
+    )
+    convert_checkpoint(
+        source,
+        base / "out",
+        3,
+        ConversionOptions(method="mean", hash_weights=True, command=COMMAND),
+    )
     return base / "out"
 
 
@@ -65,7 +72,10 @@ def from_hub(out: Path, name: str = "org/model", revision: str | None = COMMIT) 
 def source_readme(out: Path, text: str) -> None:
     """As if the source had had another README, which the conversion copied."""
     written = json.loads((out / "gqa_conversion.json").read_bytes())["written"]
-    written["README.md"] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    written["README.md"] = {
+        "bytes": len(text.encode()),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
     record(out, written=written)
     (out / "README.md").write_bytes(text.encode())
 
@@ -85,9 +95,17 @@ def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str,
 
 
 def uptrained(out: Path, **changes: Any) -> None:
-    stated: dict[str, Any] = {"model": "out", "output": "runs/up", "tokens": 65536, "learning_rate": 3e-4}
+    stated: dict[str, Any] = {
+        "model": "out",
+        "output": "runs/up",
+        "tokens": 65536,
+        "learning_rate": 3e-4,
+    }
     stated |= {"teacher": "org/model", "distillation_weight": 0.75}
-    stated["data"] = [{"source": "org/corpus", "name": "en", "revision": COMMIT}, {"source": "texts/extra"}]
+    stated["data"] = [
+        {"source": "org/corpus", "name": "en", "revision": COMMIT},
+        {"source": "texts/extra"},
+    ]
     stated["evaluation_data"] = "texts/held-out"
     recipe = make_recipe(stated).resolved()
     training = measurement("uptrain", ["gqa-convert", "uptrain", "recipe.yaml"]) | {
@@ -167,16 +185,24 @@ def test_an_uptrained_one(out: Path) -> None:
     uptrained(out, adapters="LoRA of rank 8")
     text, front, _ = card(out)
     assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
-    assert f"**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n" in text
+    assert (
+        f"**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n"
+        in text
+    )
     held_out = "on the uptraining's held-out text: `held-out`.\n"
-    assert f"- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, {held_out}" in text
+    assert (
+        f"- **Loss after uptraining: 2.625 nats per token** where the source's is 2.5, {held_out}"
+        in text
+    )
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
     assert (
         "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed."
         in text
     )
-    assert text.index("gqa-convert convert org/model") < text.index("gqa-convert uptrain recipe.yaml")
+    assert text.index("gqa-convert convert org/model") < text.index(
+        "gqa-convert uptrain recipe.yaml"
+    )
     assert "loss was not measured" not in text
     assert "It was fitted" in text
     assert "It was not uptrained" not in text
@@ -189,7 +215,11 @@ def test_an_uptrained_one(out: Path) -> None:
         ("license: mit", "`mit`, that of the source", ""),
         ("license: llama3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
         ("license: cc-by-nc-nd-4.0", "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
-        ("license: other\nlicense_name: odd\nlicense_link: X", "`other`, name `odd`, terms at `X`, that", "read it"),
+        (
+            "license: other\nlicense_name: odd\nlicense_link: X",
+            "`other`, name `odd`, terms at `X`, that",
+            "read it",
+        ),
         ("license: something-new", "`something-new`", "does not know its terms"),
         ("language: en", "Not known", "no licence is known"),
     ],
@@ -216,23 +246,51 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
     for name in ("tokens.txt", "LICENSE"):
         (out / name).symlink_to(tmp_path / "outside" / "secret")
     (out / "runs").mkdir()
-    for name in (".env", "id_rsa", "optimizer.pt", "runs/config.json", "runs/LICENSE", "LICENSE.txt", "NOTICE"):
+    for name in (
+        ".env",
+        "id_rsa",
+        "optimizer.pt",
+        "runs/config.json",
+        "runs/LICENSE",
+        "LICENSE.txt",
+        "NOTICE",
+    ):
         (out / name).write_text("{}")
     assert sent() == before | {"LICENSE.txt", "NOTICE"}
     warnings = card(out)[2]
-    assert "not sent, as links that lead out of the folder: LICENSE, linked/, tokens.txt" in warnings
+    assert (
+        "not sent, as links that lead out of the folder: LICENSE, linked/, tokens.txt" in warnings
+    )
     assert any(each.endswith("id_rsa, optimizer.pt, runs/LICENSE and 1 more") for each in warnings)
 
 
 def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
     """Every string of the records that may hold a path, and those of results, with folders of many forms."""
     folder = out.parent / "Secret Plans"
-    words = ["gqa-convert", "uptrain", f"{folder}/r.yaml", f"teacher={folder}/model", f"data=[{{source: {folder}/t}}]"]
+    words = [
+        "gqa-convert",
+        "uptrain",
+        f"{folder}/r.yaml",
+        f"teacher={folder}/model",
+        f"data=[{{source: {folder}/t}}]",
+    ]
     uptrained(out, command=words)
     content = from_hub(out, f"{folder}/llama/", None)
-    content["uptraining"][0]["recipe"] |= {"teacher": f"{folder}/model", "data": [{"source": "Secret Plans/texts"}]}
-    content["uptraining"][0]["recipe"] |= {"evaluation_data": [{"source": "../Secret Plans/held-out"}]}
-    command = ["gqa-convert", "convert", f"{folder}/llama/", "Secret Plans/up", "--calibration", "~/Secret Plans/c.txt"]
+    content["uptraining"][0]["recipe"] |= {
+        "teacher": f"{folder}/model",
+        "data": [{"source": "Secret Plans/texts"}],
+    }
+    content["uptraining"][0]["recipe"] |= {
+        "evaluation_data": [{"source": "../Secret Plans/held-out"}]
+    }
+    command = [
+        "gqa-convert",
+        "convert",
+        f"{folder}/llama/",
+        "Secret Plans/up",
+        "--calibration",
+        "~/Secret Plans/c.txt",
+    ]
     text_record = {"text": "9 tokens of ~/Secret Plans/c.txt: 1", "kl": None}
     record(out, uptraining=content["uptraining"], calibration=text_record, command=command)
     scored = {"source": "Secret Plans/test.txt"}
@@ -285,7 +343,9 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
     assert any("model.safetensors: their hashes were not recorded" in note for note in card(out)[2])
     del written["model.safetensors"]
     record(out, written=written)
-    with pytest.raises(PublishError, match=r"model\.safetensors was written by neither convert nor uptrain"):
+    with pytest.raises(
+        PublishError, match=r"model\.safetensors was written by neither convert nor uptrain"
+    ):
         card(out)
 
 
@@ -296,7 +356,12 @@ def test_names_stay_names(out: Path) -> None:
     content = record(out, method=HOSTILE, command=["gqa-convert", HOSTILE])
     machine = content["machine"] | {"versions": {HOSTILE: HOSTILE}}
     from_hub(out, HOSTILE)
-    record(out, machine=machine, merge_error={f"{HOSTILE}.k": 0.5}, calibration={"text": HOSTILE, "kl": None})
+    record(
+        out,
+        machine=machine,
+        merge_error={f"{HOSTILE}.k": 0.5},
+        calibration={"text": HOSTILE, "kl": None},
+    )
     uptrained(out, command=[HOSTILE], adapters=HOSTILE)
     words = f"license_name: {json.dumps(HOSTILE)}\nlanguage: {json.dumps(HOSTILE[:15])}\n"
     source_readme(out, f"---\nlicense: other\n{words}---\n")
@@ -305,7 +370,9 @@ def test_names_stay_names(out: Path) -> None:
     body = re.sub(r"\A<!-- written [^<>\n]* -->\n", "", text.split("---\n", 2)[2])
     assert text.count("\n# ") == 1
     assert "\u202e" not in body
-    outside = re.sub(r"(?ms)^(`{3,})[^`\n]*\n.*?^\1$", "", body)  # without code blocks, then without code spans
+    outside = re.sub(
+        r"(?ms)^(`{3,})[^`\n]*\n.*?^\1$", "", body
+    )  # without code blocks, then without code spans
     outside = re.sub(r"(?<![`\\])(`+)(?!`)(.+?)(?<!`)\1(?!`)", "", outside)
     assert not re.search(r"(?<!\\)<", outside)
     assert not re.search(r"(?<!\\)!\[|(?<!\\)\[(?!org/)", outside)
@@ -335,9 +402,15 @@ def test_a_readme_of_the_users_own_is_kept(out: Path) -> None:
     assert is_our_card(text)
     assert stays not in warnings
     assert published(f"{text}\nMy own words.\n") == [stays]
-    for option in ({"license": "mit"}, {"base_model": "org/model"}, {"results": (out / "no.json",)}):
+    for option in (
+        {"license": "mit"},
+        {"base_model": "org/model"},
+        {"results": (out / "no.json",)},
+    ):
         name = next(iter(option)).replace("_", "-")
-        with pytest.raises(OptionError, match=rf"README\.md was written or edited by you .* --{name} would"):
+        with pytest.raises(
+            OptionError, match=rf"README\.md was written or edited by you .* --{name} would"
+        ):
             published(f"{text}\nMy own words.\n", **option)
     token = "hf_" + "Qw7" * 12
     with pytest.raises(PublishError, match="holds an access token"):
@@ -354,7 +427,8 @@ def test_a_card_leaves_the_result_proved(out: Path, original: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "languages"), [("no", "no"), ("[no, en]", ["no", "en"]), ("- no\n- on", ["no", "on"])]
+    ("stated", "languages"),
+    [("no", "no"), ("[no, en]", ["no", "en"]), ("- no\n- on", ["no", "on"])],
 )
 def test_words_of_the_front_matter_stay_words(out: Path, stated: str, languages: Any) -> None:
     """Norwegian is a language, and false to YAML."""

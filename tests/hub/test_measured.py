@@ -27,7 +27,12 @@ from gqa_convert.measuring.results import (
 )
 from tests.helpers.checkpoints import write_llama
 
-PARTS: dict[str, Any] = {"device": "cpu", "cores": 4, "memory_bytes": 16_000_000_000, "system": "Linux 6.1"}
+PARTS: dict[str, Any] = {
+    "device": "cpu",
+    "cores": 4,
+    "memory_bytes": 16_000_000_000,
+    "system": "Linux 6.1",
+}
 MACHINE = Machine(**PARTS, processor="Example Processor 9", versions={"torch": "2.13.0"})
 COMMAND = ["gqa-convert", "evaluate", "a b"]
 HEAD: dict[str, Any] = {"created": "2026-05-04T03:02:01Z", "machine": MACHINE, "command": COMMAND}
@@ -37,14 +42,21 @@ PAIRED = Difference(to="source", loss=0.125, loss_standard_error=0.0078)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
-    convert_checkpoint(write_llama(folder / "source"), folder / "out", 3, ConversionOptions(method="mean"))
+    convert_checkpoint(
+        write_llama(folder / "source"), folder / "out", 3, ConversionOptions(method="mean")
+    )
     convert_checkpoint(folder / "source", folder / "another", 4, ConversionOptions(method="mean"))
     return folder
 
 
 def score(folder: Path, loss: float | None = 2.5, **more: Any) -> ModelScores:
     found = fingerprint(open_checkpoint(folder))
-    known: dict[str, Any] = {"model": folder.name, "fingerprint": found, "loss": loss, "tokens": 4096}
+    known: dict[str, Any] = {
+        "model": folder.name,
+        "fingerprint": found,
+        "loss": loss,
+        "tokens": 4096,
+    }
     figures = {"loss_standard_error": 0.0625, "bits_per_byte": 1.25}
     return ModelScores(**known | figures | more)
 
@@ -67,7 +79,9 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     kl = {"kl": 0.0625, "kl_standard_error": 0.0039}
     ours = score(out, 3.125, difference=PAIRED, **kl, note="see this")
     reference = score(source)
-    file = evaluation(tmp_path / "e.json", reference, ours, score(base / "another", 9.75), reference=reference)
+    file = evaluation(
+        tmp_path / "e.json", reference, ours, score(base / "another", 9.75), reference=reference
+    )
     text, warnings = card(out, file)
     assert warnings == []
     for words in (
@@ -99,13 +113,24 @@ def test_the_metadata_states_what_was_measured(base: Path, tmp_path: Path) -> No
     card(base / "out", *files)
     read = ModelCard((base / "out" / "README.md").read_text()).data
     assert read.model_name == "gqa-3"
-    hub, custom = ("org/corpus", "org/corpus", "en", "test", commit), ("t.txt", "t.txt", None, None, None)
+    hub, custom = (
+        ("org/corpus", "org/corpus", "en", "test", commit),
+        ("t.txt", "t.txt", None, None, None),
+    )
     values = {"loss": 3.125, "kl": 0.0625, "bits_per_byte": 1.25, "wer": 0.25}
-    expected = {(*text, metric, value) for text in (hub, custom) for metric, value in values.items()}
+    expected = {
+        (*text, metric, value) for text in (hub, custom) for metric, value in values.items()
+    }
     expected.add(("made-up facts", "made-up facts", None, None, None, "exact_match", 0.5))
     stated_there = set()
     for each in read.eval_results or ():
-        text = (each.dataset_type, each.dataset_name, each.dataset_config, each.dataset_split, each.dataset_revision)
+        text = (
+            each.dataset_type,
+            each.dataset_name,
+            each.dataset_config,
+            each.dataset_split,
+            each.dataset_revision,
+        )
         stated_there.add((*text, each.metric_type, each.metric_value))
     assert stated_there == expected
     assert {each.task_type for each in read.eval_results or ()} == {"text-generation"}
@@ -114,7 +139,14 @@ def test_the_metadata_states_what_was_measured(base: Path, tmp_path: Path) -> No
 def found(share: float, difference: float | None) -> list[Found]:
     error = None if difference is None else 0.03125
     parts = [
-        Found(kind=kind, length=length, questions=96, found=share, found_standard_error=0.04, difference=difference)
+        Found(
+            kind=kind,
+            length=length,
+            questions=96,
+            found=share,
+            found_standard_error=0.04,
+            difference=difference,
+        )
         for kind, length in ((None, None), (None, 2048), ("needles", None), ("needles", 2048))
     ]
     parts[0] = parts[0].model_copy(update={"difference_standard_error": error})
@@ -128,7 +160,9 @@ def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_tex
     source = score(base / "source", retrieval=found(0.75, None), **scored)
     questions = AskedQuestions(lengths=[2048], questions=24, seed=0)
     more = {} if with_text else {"data": None}
-    text, _ = card(base / "out", evaluation(tmp_path / "e.json", source, ours, questions=questions, **more))
+    text, _ = card(
+        base / "out", evaluation(tmp_path / "e.json", source, ours, questions=questions, **more)
+    )
     title = "Exact answers in texts of 2,048 tokens, 24 questions of each kind at each length:\n\n"
     table = text[text.index(title) + len(title) :].split("\n\n")[0].splitlines()
     assert [table[0], *table[2:]] == [
@@ -150,12 +184,16 @@ def test_results_of_other_checkpoints_stay_out(base: Path, tmp_path: Path) -> No
     file = evaluation(tmp_path / "e.json", score(strange))
     text, warnings = card(moved, file)
     assert "\nLoss: not measured." in text
-    assert warnings[0].startswith(f"{file} is left out: it measured other models than {moved} as it is now")
+    assert warnings[0].startswith(
+        f"{file} is left out: it measured other models than {moved} as it is now"
+    )
     file.unlink()
     evaluation(file, score(base / "out"))
     assert card(moved, file)[1] == []
     record = json.loads((moved / "gqa_conversion.json").read_bytes())
-    (moved / "gqa_conversion.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00Z"}))
+    (moved / "gqa_conversion.json").write_text(
+        json.dumps(record | {"created": "2030-01-01T00:00:00Z"})
+    )
     assert len(card(moved, file)[1]) == 1
 
 

@@ -67,7 +67,10 @@ def test_words_on_calibration_text(text: str, command: list[str] | None, shown: 
 
 
 def test_what_is_on_the_hub_is_what_has_a_commit() -> None:
-    record = {"source": {"id": "org/model", "revision": COMMIT}, "command": ["convert", "org/model", "acme/model"]}
+    record = {
+        "source": {"id": "org/model", "revision": COMMIT},
+        "command": ["convert", "org/model", "acme/model"],
+    }
     assert PublicNames(record).of(record)["command"] == ["convert", "org/model", "model"]
     record["source"] = {"id": "org/model", "revision": None}
     assert PublicNames(record).of(record)["command"] == ["convert", "model", "model"]

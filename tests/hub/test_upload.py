@@ -54,7 +54,12 @@ def hub() -> Iterator[UploadHub]:
 
 def environment(out: Path, url: str, token: str | None = TOKEN) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    ours = {"HF_ENDPOINT": url, "HF_HOME": str(out.parent / "hf-home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+    ours = {
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(out.parent / "hf-home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+    }
     return kept | ours | ({"HF_TOKEN": token} if token else {})
 
 
@@ -63,7 +68,9 @@ def publish(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """The command with --json; whatever it prints, the token is not in it, nor in any file."""
     env = environment(out, url, token)
-    result = run_python("-m", "gqa_convert", "publish", out, "--json", *options, environment=env, timeout=100)
+    result = run_python(
+        "-m", "gqa_convert", "publish", out, "--json", *options, environment=env, timeout=100
+    )
     assert TOKEN not in result.stdout + result.stderr
     assert SIGNATURE not in result.stdout + result.stderr
     for path in out.parent.rglob("*"):
@@ -82,7 +89,11 @@ def assert_refused(result: subprocess.CompletedProcess[str], code: int, *words: 
 
 
 def sent_files(out: Path) -> dict[str, bytes]:
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_everything_arrives_and_nothing_is_sent_twice(out: Path, hub: UploadHub) -> None:
@@ -109,7 +120,9 @@ def test_everything_arrives_and_nothing_is_sent_twice(out: Path, hub: UploadHub)
     assert len(hub.puts) == puts
     hub.branches["me/gqa-3"]["main"]["pytorch_model.bin"] = b"0"
     result, _ = publish(out, hub.url, "--repo-id", "me/gqa-3")
-    assert_refused(result, 2, "holds weights of another model, pytorch_model.bin: delete them there")
+    assert_refused(
+        result, 2, "holds weights of another model, pytorch_model.bin: delete them there"
+    )
 
 
 def test_an_interrupted_upload_goes_on(out: Path, hub: UploadHub) -> None:
@@ -153,7 +166,10 @@ def test_a_dry_run_writes_the_card_alone_and_uses_no_network(out: Path, hub: Upl
     assert result.returncode == 0, result.stderr
     assert made["dry_run"]
     assert made["card"] == str(out / "README.md")
-    assert {each["path"] for each in made["files"]} == set(before) | {"README.md", "gqa_conversion.json"}
+    assert {each["path"] for each in made["files"]} == set(before) | {
+        "README.md",
+        "gqa_conversion.json",
+    }
     assert digests(out, ignore=("README.md",)) == before
     assert hub.requests == []
     assert "license: apache-2.0" in (out / "README.md").read_text()
@@ -169,12 +185,19 @@ def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     with pytest.raises(UploadError) as problem:
         Repository(PublishOptions("me/gqa-3"), TOKEN).read([])
-    assert str(problem.value).startswith("the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent")
+    assert str(problem.value).startswith(
+        "the Hub refused me/gqa-3 (*** https://hub/x); nothing was sent"
+    )
 
 
 def test_no_login_no_rights_no_network(out: Path, hub: UploadHub) -> None:
     before = digests(out, ignore=())
-    assert_refused(publish(out, hub.url, "--repo-id", "me/gqa-3", token=None)[0], 2, "hf auth login", "--dry-run")
+    assert_refused(
+        publish(out, hub.url, "--repo-id", "me/gqa-3", token=None)[0],
+        2,
+        "hf auth login",
+        "--dry-run",
+    )
     assert_refused(publish(out, NOWHERE, "--repo-id", "me/gqa-3")[0], 1, "refused")
     assert digests(out, ignore=()) == before
     (out / "stray.log").write_text("mine")

@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gqa_convert.losses import distillation
-from gqa_convert.losses.distillation import combined_loss, labelled_positions, summed_divergence, token_losses
+from gqa_convert.losses.distillation import (
+    combined_loss,
+    labelled_positions,
+    summed_divergence,
+    token_losses,
+)
 from gqa_convert.losses.output_layer import OutputLayer
 from tests.helpers.largest import LargestWith
 
@@ -23,12 +28,16 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "_rows_at_once", lambda logits: 3)
 
 
-def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+def numbers(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def made(dtype: torch.dtype = torch.float64, *, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Tensor:
+def made(
+    dtype: torch.dtype = torch.float64, *, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0
+) -> Tensor:
     return numbers(BATCH, LENGTH, vocab, seed=seed, dtype=dtype, scale=scale)
 
 
@@ -38,7 +47,9 @@ def made_labels(vocab: int = VOCAB) -> Tensor:
     return labels
 
 
-def plain(logits: Tensor, labels: Tensor, teacher: Tensor | None, weight: float, z_loss: float) -> Tensor:
+def plain(
+    logits: Tensor, labels: Tensor, teacher: Tensor | None, weight: float, z_loss: float
+) -> Tensor:
     """The formula, in torch's own terms."""
     lm = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     z = logits.logsumexp(-1).square()[labels != -100].sum()
@@ -58,12 +69,20 @@ def value_and_gradients(loss: Callable[..., Tensor], *leaves: Tensor) -> list[Te
 
 @pytest.mark.parametrize(
     ("weight", "vocab", "z_loss"),
-    [(0.0, VOCAB, 0.02), (0.3, VOCAB, 0.0), (1.0, VOCAB, 0.02), (0.4, VOCAB - 4, 0.02), (0.4, VOCAB + 3, 0.0)],
+    [
+        (0.0, VOCAB, 0.02),
+        (0.3, VOCAB, 0.0),
+        (1.0, VOCAB, 0.02),
+        (0.4, VOCAB - 4, 0.02),
+        (0.4, VOCAB + 3, 0.0),
+    ],
 )
 def test_losses_of_logits_are_the_plain_formula(weight: float, vocab: int, z_loss: float) -> None:
     """Vocabularies padded to different sizes are compared where both have tokens."""
     labels, teacher = made_labels(VOCAB - 4), made(vocab=vocab, seed=2)
-    ours = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=weight, z_loss=z_loss).sum, made())
+    ours = value_and_gradients(
+        lambda x: combined_loss(x, labels, teacher, weight=weight, z_loss=z_loss).sum, made()
+    )
     wanted = value_and_gradients(lambda x: plain(x, labels, teacher, weight, z_loss), made())
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
     found = combined_loss(made(), labels, teacher, weight=weight)
@@ -86,25 +105,37 @@ def test_losses_of_logits_are_the_plain_formula(weight: float, vocab: int, z_los
         ("labelled", None, 1.0, 0.0),
     ],
 )
-def test_losses_of_states_are_those_of_logits(kind: str, cap: float | None, weight: float, z_loss: float) -> None:
+def test_losses_of_states_are_those_of_logits(
+    kind: str, cap: float | None, weight: float, z_loss: float
+) -> None:
     """With biases, and a teacher of another size and a smaller vocabulary."""
     labels = made_labels()
     labelled = torch.from_numpy(labelled_positions(labels.numpy())) if kind == "labelled" else None
-    leaves = [numbers(BATCH, LENGTH, SIZE, seed=0), numbers(VOCAB, SIZE, seed=1), numbers(VOCAB, seed=2)]
+    leaves = [
+        numbers(BATCH, LENGTH, SIZE, seed=0),
+        numbers(VOCAB, SIZE, seed=1),
+        numbers(VOCAB, seed=2),
+    ]
     theirs = numbers(BATCH, LENGTH, SIZE + 2, seed=5)
-    their_layer = OutputLayer(numbers(VOCAB - 4, SIZE + 2, seed=6), None, 3.0 if kind == "capped" else None)
+    their_layer = OutputLayer(
+        numbers(VOCAB - 4, SIZE + 2, seed=6), None, 3.0 if kind == "capped" else None
+    )
     logits = their_layer.logits(theirs)
     teacher = (logits, None) if kind == "logits" else (theirs, their_layer)
 
     def ours(states: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
         layers = {"layer": OutputLayer(matrix, bias, cap), "teacher_layer": teacher[1]}
-        found = combined_loss(states, labels, teacher[0], labelled=labelled, weight=weight, z_loss=z_loss, **layers)
+        found = combined_loss(
+            states, labels, teacher[0], labelled=labelled, weight=weight, z_loss=z_loss, **layers
+        )
         return found.sum
 
     def wanted(states: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
         return plain(OutputLayer(matrix, bias, cap).logits(states), labels, logits, weight, z_loss)
 
-    torch.testing.assert_close(value_and_gradients(ours, *leaves), value_and_gradients(wanted, *leaves))
+    torch.testing.assert_close(
+        value_and_gradients(ours, *leaves), value_and_gradients(wanted, *leaves)
+    )
 
 
 @pytest.mark.parametrize("with_layer", [False, True])
@@ -113,7 +144,9 @@ def test_no_labels_no_loss(with_layer: bool) -> None:
     output = numbers(BATCH, LENGTH, SIZE if with_layer else VOCAB, seed=0).requires_grad_()
     layer = OutputLayer(numbers(VOCAB, SIZE, seed=1)) if with_layer else None
     labelled = torch.from_numpy(labelled_positions(labels.numpy()))
-    loss = combined_loss(output * 1, labels, made(seed=2), layer=layer, labelled=labelled, weight=0.5)
+    loss = combined_loss(
+        output * 1, labels, made(seed=2), layer=layer, labelled=labelled, weight=0.5
+    )
     loss.sum.backward()
     assert (float(loss.sum.detach()), float(loss.count)) == (0.0, 0.0)
     assert output.grad is not None
@@ -126,8 +159,12 @@ def test_half_precision_is_summed_in_float32() -> None:
     for weight in (0.0, 0.5, 1.0):
         loss = combined_loss(logits, labels, teacher, weight=weight)
         assert loss.sum.dtype == loss.count.dtype == torch.float32
-        ours = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=weight).sum, logits)  # noqa: B023
-        exact = value_and_gradients(lambda x: plain(x, labels, teacher.double(), weight, 0.0), logits.double())  # noqa: B023
+        ours = value_and_gradients(
+            lambda x: combined_loss(x, labels, teacher, weight=weight).sum, logits
+        )  # noqa: B023
+        exact = value_and_gradients(
+            lambda x: plain(x, labels, teacher.double(), weight, 0.0), logits.double()
+        )  # noqa: B023
         torch.testing.assert_close(ours[0].double(), exact[0], rtol=2e-6, atol=1e-6)
         assert ours[1].dtype == torch.bfloat16
         torch.testing.assert_close(ours[1].double(), exact[1], rtol=2**-7, atol=1e-8)
@@ -157,7 +194,9 @@ def test_only_what_is_trained_gets_gradients(trained: tuple[int, ...]) -> None:
     for at in trained:
         leaves[at].requires_grad_()
     teacher = made(seed=2).requires_grad_()
-    combined_loss(leaves[0], made_labels(), teacher, layer=OutputLayer(leaves[1]), weight=0.5).sum.backward()
+    combined_loss(
+        leaves[0], made_labels(), teacher, layer=OutputLayer(leaves[1]), weight=0.5
+    ).sum.backward()
     assert [each.grad is not None for each in leaves] == [at in trained for at in range(2)]
     assert teacher.grad is None
 
@@ -219,7 +258,9 @@ def test_tokens_without_probability_add_nothing() -> None:
     student, teacher, labels = made(), made(seed=2), made_labels(5)
     student[..., 5] = teacher[..., 5] = -torch.inf
     keep = [token for token in range(VOCAB) if token != 5]
-    found, gradient = value_and_gradients(lambda x: combined_loss(x, labels, teacher, weight=1.0).sum, student)
+    found, gradient = value_and_gradients(
+        lambda x: combined_loss(x, labels, teacher, weight=1.0).sum, student
+    )
     wanted = plain(student[..., keep], labels, teacher[..., keep], 1.0, 0.0)
     torch.testing.assert_close(found, 3.7 * wanted)
     assert gradient.isfinite().all()

@@ -7,7 +7,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from gqa_convert.losses.output_layer import remove_output_layer, removed_output_layer, without_output_layer
+from gqa_convert.losses.output_layer import (
+    remove_output_layer,
+    removed_output_layer,
+    without_output_layer,
+)
 from tests.helpers.tiny import VOCAB, make_config, make_model
 
 PROJECTED = ("llama", "gemma", "gpt_neox", "phi")
@@ -39,7 +43,9 @@ def test_a_removed_layer_makes_the_logits_of_the_model(model_type: str) -> None:
         wanted = model(input_ids=ids).logits
         with without_output_layer(model, {"input_ids": ids}) as layer:
             assert layer is not None
-            assert layer.cap == (2.0 if model_type.startswith("gemma") and model_type != "gemma" else None)
+            assert layer.cap == (
+                2.0 if model_type.startswith("gemma") and model_type != "gemma" else None
+            )
             states = model(input_ids=ids).logits
             assert states.shape == (*ids.shape, layer.weight.shape[1])
             torch.testing.assert_close(layer.logits(states), wanted, rtol=1e-5, atol=1e-6)
@@ -53,7 +59,15 @@ def test_a_removed_layer_makes_the_logits_of_the_model(model_type: str) -> None:
 def test_encoder_decoders() -> None:
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0)
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=12,
+            d_ff=24,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+        )
     )
     inputs = {"input_ids": tokens(), "decoder_input_ids": tokens(length=7)}
     with torch.no_grad():
@@ -89,7 +103,9 @@ class Odd(LlamaForCausalLM):  # type: ignore[misc]
     ],
     ids=["bias", "shift", "clamp", "cap", "last", "mask"],
 )
-def test_a_model_that_does_more_keeps_its_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_model_that_does_more_keeps_its_layer(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     torch.manual_seed(0)
     model = Odd(make_config("llama"), change).train()
     with torch.no_grad():

@@ -22,7 +22,9 @@ from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5,
 from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import make_config, make_model
 
-TEXT = "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
+TEXT = (
+    "def mean(values):\n    return sum(values) / len(values)  # ein Mittelwert: naïve, 中文, 🙂\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +35,22 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     causal(folder / "two", seed=1)
     (folder / "long.txt").write_text(TEXT * 4, encoding="utf-8")
     write_rows(
-        folder / "rows.jsonl", [{"text": (TEXT * 3)[: 9 + 37 * number]} for number in range(6)] + [{"text": "a"}]
+        folder / "rows.jsonl",
+        [{"text": (TEXT * 3)[: 9 + 37 * number]} for number in range(6)] + [{"text": "a"}],
     )
     return folder
 
 
-def run(home: Path, *names: str, data: str, reference: str | None = None, **settings: Any) -> dict[str, Any]:
+def run(
+    home: Path, *names: str, data: str, reference: str | None = None, **settings: Any
+) -> dict[str, Any]:
     models = [str(home / name) for name in names]
     against = None if reference is None else str(home / reference)
     source, target = settings.pop("pairs", (None, None))
     options = EvaluationOptions(**({"device": "cpu", "reference": against} | settings))
-    return evaluate(models, Source(str(home / data), source_field=source, target_field=target), options).as_json()
+    return evaluate(
+        models, Source(str(home / data), source_field=source, target_field=target), options
+    ).as_json()
 
 
 def tokens_of(text: str) -> list[int]:
@@ -91,18 +98,24 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
     assert (one["tokens"], two["tokens"], one["bytes"], two["bytes"]) == (6000, 3000, 6000, 6000)
     assert two["loss"] == pytest.approx(2 * one["loss"], rel=1e-5)
     for models, reference in ((("letters", "pairs"), None), (("pairs",), "letters")):
-        with pytest.raises(OptionError, match=r"pairs can't be compared with .*letters: their tokenizers differ"):
+        with pytest.raises(
+            OptionError, match=r"pairs can't be compared with .*letters: their tokenizers differ"
+        ):
             run(tmp_path, *models, data="text.txt", reference=reference)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     causal(tmp_path / "small", vocab_size=40)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(DataError, match=r"small produces token \d+, and the model has a vocabulary of 40"):
+    with pytest.raises(
+        DataError, match=r"small produces token \d+, and the model has a vocabulary of 40"
+    ):
         run(tmp_path, "small", data="text.txt")
 
 
-def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_and_differences_from_a_reference(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written out in float64 over the logits of each document, of different lengths in padded batches, which are made a few
     rows at a time.
     """
@@ -117,7 +130,9 @@ def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: py
         for start in range(0, len(ids) - 1, POSITIONS):
             part = torch.tensor([ids[start : start + POSITIONS + 1]])
             with torch.no_grad():
-                theirs, ours = (model(input_ids=part[:, :-1]).logits[0].log_softmax(-1) for model in models)
+                theirs, ours = (
+                    model(input_ids=part[:, :-1]).logits[0].log_softmax(-1) for model in models
+                )
             wanted = part[0, 1:, None]
             gap = (theirs - ours).gather(1, wanted)[:, 0]
             kl = (theirs.exp() * (theirs - ours)).sum(-1)
@@ -125,22 +140,32 @@ def test_divergence_and_differences_from_a_reference(home: Path, monkeypatch: py
         blocks.append(torch.cat(rows).numpy())
     everything, sizes = np.concatenate(blocks), np.array([len(block) for block in blocks])
     assert result["loss"] == pytest.approx(everything[:, 2].mean(), rel=1e-5)
-    assert (result["tokens"], result["bytes"]) == (len(everything), sum(len(text.encode()) for text in texts))
+    assert (result["tokens"], result["bytes"]) == (
+        len(everything),
+        sum(len(text.encode()) for text in texts),
+    )
     assert result["kl"] == pytest.approx(everything[:, 1].mean(), rel=1e-4)
     assert result["difference"]["loss"] == pytest.approx(everything[:, 0].mean(), rel=1e-4)
     assert result["difference"]["to"] == str(home / "one")
     count = len(blocks)
-    for column, error in ((0, result["difference"]["loss_standard_error"]), (1, result["kl_standard_error"])):
+    for column, error in (
+        (0, result["difference"]["loss_standard_error"]),
+        (1, result["kl_standard_error"]),
+    ):
         sums = np.array([block[:, column].sum() for block in blocks])
         rest = sums - everything[:, column].mean() * sizes
-        assert error == pytest.approx(math.sqrt(count / (count - 1) * (rest**2).sum()) / sizes.sum(), rel=1e-4)
+        assert error == pytest.approx(
+            math.sqrt(count / (count - 1) * (rest**2).sum()) / sizes.sum(), rel=1e-4
+        )
     own = same["difference"]
     assert [same["kl"], own["loss"], own["loss_standard_error"]] == [0, 0, 0]
     assert report["reference"]["loss"] == same["loss"]
     assert result["loss"] - same["loss"] == pytest.approx(result["difference"]["loss"])
 
 
-def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(home: Path, tmp_path: Path) -> None:
+def test_vocabularies_padded_to_different_sizes_are_compared_where_they_overlap(
+    home: Path, tmp_path: Path
+) -> None:
     model = model_of(home / "one")
     model.resize_token_embeddings(2057, mean_resizing=False)
     model.save_pretrained(tmp_path / "wide")
@@ -166,7 +191,9 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
         assert read.shape[1] == 40
         with torch.no_grad():
             total += float(model(input_ids=read, labels=labels).loss) * labels.numel()
-        places[number] = tokenizer.convert_ids_to_tokens(restored(read[0].tolist(), labels[0].tolist()))
+        places[number] = tokenizer.convert_ids_to_tokens(
+            restored(read[0].tolist(), labels[0].tolist())
+        )
     (result,) = report["results"]
     assert result["loss"] == pytest.approx(total / len(made.blocks), rel=1e-5)
     assert (report["objective"], result["bytes"], result["bits_per_byte"]) == ("spans", None, None)
@@ -181,7 +208,10 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     kind(tmp_path / "model")
     random = np.random.default_rng(0)
     rows = [
-        {name: " ".join(f"w{each}" for each in random.integers(0, 500, random.integers(1, 15))) for name in ("a", "b")}
+        {
+            name: " ".join(f"w{each}" for each in random.integers(0, 500, random.integers(1, 15)))
+            for name in ("a", "b")
+        }
         for _ in range(9)
     ]
     write_rows(tmp_path / "pairs.jsonl", rows)
@@ -198,7 +228,9 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert result["loss"] == pytest.approx(total / count, rel=1e-5)
     assert (result["tokens"], result["bytes"]) == (count, sum(len(row["b"]) for row in rows))
     assert report["objective"] == "pairs"
-    assert result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]  # of the decoder's own layers
+    assert (
+        result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]
+    )  # of the decoder's own layers
 
 
 def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +249,11 @@ def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> 
     made = text_material(pieces, tokenizer, window=window)
     documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
     documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
-    targets = [token for example in sorted(made.examples, key=lambda each: each.blocks[0]) for token in example.targets]
+    targets = [
+        token
+        for example in sorted(made.examples, key=lambda each: each.blocks[0])
+        for token in example.targets
+    ]
     assert targets == [token for document in documents for token in document[1:]]
     assert len(made.blocks) == len(targets)
     for example in made.examples:

@@ -32,7 +32,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bart(folder / "bart")
     (folder / "text.txt").write_text(TEXT * 5)
     (folder / "empty.txt").write_text("")
-    write_rows(folder / "rows.jsonl", [{"text": TEXT, "a": "w1", "b": "w2"}, {"text": "", "a": "w1", "b": ""}])
+    write_rows(
+        folder / "rows.jsonl",
+        [{"text": TEXT, "a": "w1", "b": "w2"}, {"text": "", "a": "w1", "b": ""}],
+    )
     return folder
 
 
@@ -43,13 +46,19 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hom
 
 
 def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
-    code, out, err = ask("two", "one", "--data", "text.txt", "--json", "--output", tmp_path / "results.json")
+    code, out, err = ask(
+        "two", "one", "--data", "text.txt", "--json", "--output", tmp_path / "results.json"
+    )
     assert code == 0, err
     report = json.loads(out)
     assert report == json.loads((tmp_path / "results.json").read_text())
     assert list(tmp_path.iterdir()) == [tmp_path / "results.json"]
     assert [each["model"] for each in report["results"]] == ["two", "one"]
-    assert (report["kind"], report["objective"], report["context"]) == ("evaluate", "causal", POSITIONS)
+    assert (report["kind"], report["objective"], report["context"]) == (
+        "evaluate",
+        "causal",
+        POSITIONS,
+    )
     assert report["command"][:4] == ["gqa-convert", "evaluate", "two", "one"]
     assert report["machine"]["device"] == "cpu"
     assert report["data"]["source"] == "text.txt"
@@ -73,34 +82,60 @@ def test_json_and_the_table(ask: Any, home: Path, tmp_path: Path) -> None:
     [
         (("one", "--data", "missing.txt"), "missing.txt does not exist"),
         (("one", "--data", "empty.txt"), "empty.txt holds no text"),
-        (("one", "--data", "rows.jsonl", "--text-field", "body"), "has no 'body', found text, a, b"),
+        (
+            ("one", "--data", "rows.jsonl", "--text-field", "body"),
+            "has no 'body', found text, a, b",
+        ),
         (("untold", "--data", "text.txt"), "no tokenizer"),
-        (("one", "--data", "text.txt", "--window", "49"), "--window is 49, and one has positions for 48"),
+        (
+            ("one", "--data", "text.txt", "--window", "49"),
+            "--window is 49, and one has positions for 48",
+        ),
         (("one", "--data", "text.txt", "--tokens", "0"), "'0' is not a whole number above 0"),
         (("one", "--data", "text.txt", "--dtype", "int8"), "--dtype is 'int8'"),
         (("one", "--data", "text.txt", "--device", "cuda:99"), "--device is cuda:99"),
-        (("one", "--data", "missing.txt", "-o", "no/a.json"), "the folder of no/a.json does not exist"),
+        (
+            ("one", "--data", "missing.txt", "-o", "no/a.json"),
+            "the folder of no/a.json does not exist",
+        ),
         (("--data", "text.txt"), "MODEL"),
         (("one", "t5", "--data", "text.txt"), "encoder-decoder"),
-        (("t5", "--data", "text.txt", "--window", "2"), "--window is 2, and span corruption needs 3"),
+        (
+            ("t5", "--data", "text.txt", "--window", "2"),
+            "--window is 2, and span corruption needs 3",
+        ),
         (("bart", "--data", "text.txt"), "--source-field"),
-        (("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"), "is no encoder-decoder"),
+        (
+            ("one", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"),
+            "is no encoder-decoder",
+        ),
         (("t5", "--data", "rows.jsonl", "--source-field", "a"), "need each other"),
-        (("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"), "has no 'c', found text, a, b"),
+        (
+            ("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "c"),
+            "has no 'c', found text, a, b",
+        ),
         (
             ("t5", "--data", "rows.jsonl", "--source-field", "a", "--target-field", "b"),
             "rows.jsonl line 2: 'b' is empty, expected text",
         ),
-        (("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"), "plain text, which has no fields"),
+        (
+            ("t5", "--data", "text.txt", "--source-field", "a", "--target-field", "b"),
+            "plain text, which has no fields",
+        ),
         (("one", "--retrieval", "--questions", "0"), "'--questions': '0' should be greater"),
-        (("one", "--retrieval", "--lengths", "20,1k"), "--lengths names 1000, and one has positions for 48 tokens"),
+        (
+            ("one", "--retrieval", "--lengths", "20,1k"),
+            "--lengths names 1000, and one has positions for 48 tokens",
+        ),
         (("t5", "--retrieval"), "--retrieval asks causal models, and t5 is an encoder-decoder"),
         (("one", "--data", "text.txt", "--questions", "4"), "belongs to --retrieval"),
         (("one",), "or ask for facts with --retrieval"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_mistakes_get_one_line(ask: Any, home: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes_get_one_line(
+    ask: Any, home: Path, arguments: tuple[str, ...], words: str
+) -> None:
     before = sorted(home.rglob("*"))
     code, out, err = ask(*arguments)
     assert (code, out) == (2, ""), err
@@ -126,7 +161,14 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     assert token not in demo_tokenizer()(TEXT * 5)["input_ids"]
     damaged(tmp_path / "some", "model.embed_tokens.weight", token)
     code, out, err = ask(
-        "one", tmp_path / "all", tmp_path / "some", "--data", tmp_path / "text.txt", "--json", "--reference", "two"
+        "one",
+        tmp_path / "all",
+        tmp_path / "some",
+        "--data",
+        tmp_path / "text.txt",
+        "--json",
+        "--reference",
+        "two",
     )
     assert code == 1
     sound, whole, part = json.loads(out)["results"]
@@ -148,7 +190,9 @@ def test_losses_that_are_no_numbers_are_told(ask: Any, tmp_path: Path) -> None:
     assert f"{whole['tokens']:,} of {whole['tokens']:,} tokens have no finite loss" in shown
 
 
-def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_commit_of_a_hub_dataset_is_recorded(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """So that the same text can be read again."""
     answer = SimpleNamespace(sha="a" * 40)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: answer)
@@ -163,7 +207,17 @@ def test_the_commit_of_a_hub_dataset_is_recorded(ask: Any, monkeypatch: pytest.M
 
 def test_models_are_asked_and_compared_with_the_first(ask: Any, tmp_path: Path) -> None:
     file = tmp_path / "asked.json"
-    options = ("--retrieval", "--lengths", "520", "--questions", 3, "--data", "text.txt", "--output", file)
+    options = (
+        "--retrieval",
+        "--lengths",
+        "520",
+        "--questions",
+        3,
+        "--data",
+        "text.txt",
+        "--output",
+        file,
+    )
     code, out, err = ask("long", "other", *options, "--json")
     assert code == 0, err
     results = json.loads(out)
@@ -172,7 +226,12 @@ def test_models_are_asked_and_compared_with_the_first(ask: Any, tmp_path: Path) 
     assert results["questions"] == {"lengths": [520], "questions": 3, "seed": 0}
     one, two = (each["retrieval"] for each in results["results"])
     cells = [(each["kind"], each["length"], each["questions"]) for each in two]
-    assert cells[:4] == [(None, None, 16), (None, 520, 16), ("needles", None, 4), ("needles", 520, 4)]
+    assert cells[:4] == [
+        (None, None, 16),
+        (None, 520, 16),
+        ("needles", None, 4),
+        ("needles", 520, 4),
+    ]
     assert len(cells) == 10
     assert one[0]["difference"] is None
     assert two[0]["difference"] == two[0]["found"] - one[0]["found"]

@@ -47,5 +47,8 @@ def test_layers_whose_head_is_tied_are_a_language_model(tmp_path: Path, model_ty
 )
 def test_other_heads_are_refused(tmp_path: Path, model_type: str, auto: str) -> None:
     source = save(tmp_path / "source", auto, model_type)
-    with pytest.raises(NoLanguageModelError, match="has no language-model head: a K/V cache serves to generate text"):
+    with pytest.raises(
+        NoLanguageModelError,
+        match="has no language-model head: a K/V cache serves to generate text",
+    ):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"))

@@ -49,7 +49,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with torch.inference_mode():
         for _ in range(LENGTH - 1):
             chances = model(input_ids=written).logits[:, -1, FIRST_WORD:].softmax(-1)
-            written = torch.cat([written, FIRST_WORD + torch.multinomial(chances, 1, generator=generator)], dim=1)
+            written = torch.cat(
+                [written, FIRST_WORD + torch.multinomial(chances, 1, generator=generator)], dim=1
+            )
     text = folder.parent / "text.txt"
     text.write_text(" ".join(f"w{token - FIRST_WORD}" for token in written.flatten().tolist()))
     return folder, text
@@ -59,8 +61,12 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def inspected(planted: tuple[Path, Path]) -> dict[str, Any]:
     folder, text = planted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merged_copies, "MASSIVE", 0.0)  # the states at its first positions are as long as all others
-        found = inspect_checkpoint(folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01)
+        patch.setattr(
+            merged_copies, "MASSIVE", 0.0
+        )  # the states at its first positions are as long as all others
+        found = inspect_checkpoint(
+            folder, calibration=str(text), calibration_tokens=TOKENS, max_loss_increase=0.01
+        )
     return found.as_json()
 
 
@@ -81,9 +87,17 @@ def moments_of(model: Any, blocks: Tensor) -> list[Array]:
     begun = torch.stack([torch.full_like(spread, FIRST_WORD), spread], dim=1)
     found = []
     with torch.inference_mode():
-        streams = [model(input_ids=ids, output_hidden_states=True).hidden_states for ids in (blocks, begun)]
-        states = [torch.cat([each.flatten(0, 1) for each in layer]) for layer in zip(*streams, strict=True)]
-        seen = [layer.input_layernorm(rows) for layer, rows in zip(model.model.layers, states[:-1], strict=True)]
+        streams = [
+            model(input_ids=ids, output_hidden_states=True).hidden_states for ids in (blocks, begun)
+        ]
+        states = [
+            torch.cat([each.flatten(0, 1) for each in layer])
+            for layer in zip(*streams, strict=True)
+        ]
+        seen = [
+            layer.input_layernorm(rows)
+            for layer, rows in zip(model.model.layers, states[:-1], strict=True)
+        ]
     for states in seen:
         rows = states.double().numpy()
         moment = rows.T @ rows / len(rows)
@@ -110,7 +124,9 @@ def sink_length(model: Any, blocks: Tensor) -> float:
     return float(seen[0][:, 0].norm(dim=-1).mean())
 
 
-def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
+def test_the_planted_number_is_recommended(
+    planted: tuple[Path, Path], inspected: dict[str, Any]
+) -> None:
     assert inspected["groups"] == [1, 2, 3, 4, 6]
     assert inspected["layers"] == 2
     increases = {each["groups"]: each["increase"] for each in inspected["loss"]["by_groups"]}
@@ -119,10 +135,15 @@ def test_the_planted_number_is_recommended(planted: tuple[Path, Path], inspected
     assert min(increases[1], increases[2]) > 0.02
     advice = inspected["recommendation"]
     assert advice["groups"] == 3
-    assert f"convert {planted[0]} planted-gqa --groups 3 --calibration {planted[1]}" in advice["command"]
+    assert (
+        f"convert {planted[0]} planted-gqa --groups 3 --calibration {planted[1]}"
+        in advice["command"]
+    )
 
 
-def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Path], inspected: dict[str, Any]) -> None:
+def test_losses_are_those_of_a_model_with_merged_weights(
+    planted: tuple[Path, Path], inspected: dict[str, Any]
+) -> None:
     """The merged tensors are joined and loaded; nothing is replaced while a model runs."""
     model = AutoModelForCausalLM.from_pretrained(planted[0], dtype=torch.float32).eval()
     text, held_out = blocks_of(planted)
@@ -145,9 +166,13 @@ def test_losses_are_those_of_a_model_with_merged_weights(planted: tuple[Path, Pa
         stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
         assert stated["loss"] == pytest.approx(loss_of(other, held_out), rel=1e-4)
         assert stated["increase"] == pytest.approx(stated["loss"] - inspected["loss"]["source"])
-        assert stated["sink"] == pytest.approx(sink_length(other, held_out) / sink_length(model, held_out), rel=1e-4)
+        assert stated["sink"] == pytest.approx(
+            sink_length(other, held_out) / sink_length(model, held_out), rel=1e-4
+        )
         gaps = [loss_of(other, block[None]) - loss_of(model, block[None]) for block in held_out]
-        assert stated["increase_standard_error"] == pytest.approx(np.std(gaps, ddof=1) / len(gaps) ** 0.5, rel=1e-2)
+        assert stated["increase_standard_error"] == pytest.approx(
+            np.std(gaps, ddof=1) / len(gaps) ** 0.5, rel=1e-2
+        )
 
 
 def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
@@ -172,7 +197,12 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
 
 
 def test_recommendations() -> None:
-    losses = [MergedLoss(2, 3.0, 0.5), MergedLoss(4, None, None), MergedLoss(6, 2.7, 0.2), MergedLoss(12, 2.6, 0.1)]
+    losses = [
+        MergedLoss(2, 3.0, 0.5),
+        MergedLoss(4, None, None),
+        MergedLoss(6, 2.7, 0.2),
+        MergedLoss(12, 2.6, 0.1),
+    ]
     assert recommend_within_loss(losses, 0.2) == (
         6,
         "N = 6 adds at most 0.2 nats per token by the closed form (+0.200), and fit loses less",
@@ -185,13 +215,28 @@ def test_recommendations() -> None:
 
 
 def test_a_sink_that_shrinks_is_warned_of() -> None:
-    losses = [MergedLoss(1, 3.0, 0.5, sink=0.5), MergedLoss(2, 2.7, 0.2, sink=0.95), MergedLoss(4, 2.6, 0.1)]
+    losses = [
+        MergedLoss(1, 3.0, 0.5, sink=0.5),
+        MergedLoss(2, 2.7, 0.2, sink=0.95),
+        MergedLoss(4, 2.6, 0.1),
+    ]
     (warning,) = sink_warnings(losses)
-    assert warning.startswith("with N = 1 the closed form leaves 50% of the attention sink's length")
+    assert warning.startswith(
+        "with N = 1 the closed form leaves 50% of the attention sink's length"
+    )
 
 
 def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> None:
-    options = ("inspect", planted[0], "-c", planted[1], "--calibration-tokens", TOKENS, "--candidates", "2,3")
+    options = (
+        "inspect",
+        planted[0],
+        "-c",
+        planted[1],
+        "--calibration-tokens",
+        TOKENS,
+        "--candidates",
+        "2,3",
+    )
     shown = run(*options, "--max-loss-increase", "0.01", "--device", "cpu")
     for words in (
         "12 K/V heads in 2 attention layers",
@@ -203,8 +248,19 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
         f"--groups 3 --calibration {planted[1]} --calibration-tokens {TOKENS} --device cpu",
     ):
         assert words in shown.stdout
-    one_block = run("inspect", planted[0], "-c", planted[1], "--calibration-tokens", 2 * LENGTH, "--candidates", "2")
-    assert re.search(rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of this text", one_block.stdout)
+    one_block = run(
+        "inspect",
+        planted[0],
+        "-c",
+        planted[1],
+        "--calibration-tokens",
+        2 * LENGTH,
+        "--candidates",
+        "2",
+    )
+    assert re.search(
+        rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of this text", one_block.stdout
+    )
     assert re.search(r"^ *2 +\+\d\.\d *$", one_block.stdout, re.MULTILINE)
     scripts = run(*options, "--json")
     assert (scripts.stderr, scripts.stdout.count("\n")) == ("", 1)
@@ -215,7 +271,10 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     assert printed["loss"]["by_groups"][0].keys() == keys
     assert printed["loss"]["by_groups"][0]["sink"] is None, "no state is massive"
     assert_mistake(
-        run("inspect", planted[0], "--candidates", "1,x"), "'--candidates': 'x' is not a whole number above 0"
+        run("inspect", planted[0], "--candidates", "1,x"),
+        "'--candidates': 'x' is not a whole number above 0",
     )
     assert_mistake(run(*options[:-1], "5"), "choose among [1, 2, 3, 4, 6]")
-    assert_mistake(run("inspect", planted[0]), "measures losses on text: name a file", "--calibration")
+    assert_mistake(
+        run("inspect", planted[0]), "measures losses on text: name a file", "--calibration"
+    )

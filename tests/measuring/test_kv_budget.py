@@ -23,8 +23,18 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring.sensitivity import merged_copies
-from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads, made_up_batches, measure_costs
-from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, LayerCosts, largest_uniform, least_sum
+from gqa_convert.measuring.sensitivity.choosing import (
+    choose_num_kv_heads,
+    made_up_batches,
+    measure_costs,
+)
+from gqa_convert.measuring.sensitivity.kv_budget import (
+    BudgetChoice,
+    KVBudget,
+    LayerCosts,
+    largest_uniform,
+    least_sum,
+)
 from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.command_line import run
@@ -48,7 +58,9 @@ HEAD_BYTES = 2 * 8 * 4  # keys and values, head_dim, float32
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers, two of which merge without loss, with the bundled tokenizer."""
     folder = tmp_path_factory.mktemp("budget") / "source"
-    make_checkpoint("llama", folder, head_dim=8, intermediate_size=256, num_hidden_layers=4, vocab_size=2048)
+    make_checkpoint(
+        "llama", folder, head_dim=8, intermediate_size=256, num_hidden_layers=4, vocab_size=2048
+    )
     model = AutoModelForCausalLM.from_pretrained(folder)
     for number in FREE:
         attention = model.model.layers[number].self_attn
@@ -72,7 +84,19 @@ def converted(source: Path, text: Path) -> tuple[Path, dict[str, Any], str]:
     """The result of the command, its JSON object, and what it printed on stderr."""
     out = source.parent / "out"
     sizes = ("--calibration-tokens", "640", "--calibration-length", "64", "--device", "cpu")
-    done = run("convert", source, out, "--kv-budget", SHARE.stated, "-c", text, "-m", "factor", *sizes, "--json")
+    done = run(
+        "convert",
+        source,
+        out,
+        "--kv-budget",
+        SHARE.stated,
+        "-c",
+        text,
+        "-m",
+        "factor",
+        *sizes,
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout), done.stderr
 
@@ -102,18 +126,27 @@ def test_the_optimisation_finds_what_trying_everything_finds() -> None:
                 each = [cost[heads] for heads, cost, _ in chosen]
                 possible[numbers] = math.inf if None in each else sum(kl or 0.0 for kl in each)
         assert possible[least_sum(layers, limit)] == pytest.approx(min(possible.values()))
-        assert largest_uniform(layers, limit) == max(each for each in possible if len(set(each)) == 1)
+        assert largest_uniform(layers, limit) == max(
+            each for each in possible if len(set(each)) == 1
+        )
 
 
 def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     source: Path, converted: tuple[Path, dict[str, Any], str]
 ) -> None:
     out, printed, notes = converted
-    assert printed["groups"] == json.loads((out / "gqa_conversion.json").read_text())["groups"] == CHOSEN
+    assert (
+        printed["groups"]
+        == json.loads((out / "gqa_conversion.json").read_text())["groups"]
+        == CHOSEN
+    )
     budget = printed["budget"]
     assert printed["kv_bytes_per_token"] == {"before": 48 * HEAD_BYTES, "after": 30 * HEAD_BYTES}
     assert budget["limit_kv_bytes_per_token"] == budget["kv_bytes_per_token"] == 30 * HEAD_BYTES
-    assert (budget["source_kv_bytes_per_token"], budget["held_out_tokens"]) == (48 * HEAD_BYTES, 128)
+    assert (budget["source_kv_bytes_per_token"], budget["held_out_tokens"]) == (
+        48 * HEAD_BYTES,
+        128,
+    )
     assert (budget["merged_by"], budget["margin"]) == ("closed form", 1.0)
     uniform, chosen = budget["candidates"]
     assert (uniform["rule"], uniform["groups"]) == ("uniform", [6] * 4)
@@ -128,7 +161,9 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     assert "chosen is --groups 12,3,12,3, 1,920 bytes (62.5%)" in notes
     assert "least sum of divergences 0.0000" in notes
     assert failed(verify_checkpoint(out, source)) == {}
-    assert {path.name for path in out.parent.iterdir()} == {"source", "out", "text.txt"}, "nothing else is left"
+    assert {path.name for path in out.parent.iterdir()} == {"source", "out", "text.txt"}, (
+        "nothing else is left"
+    )
 
 
 def test_a_layer_costs_what_it_loses_on_text_and_on_made_up_records(
@@ -138,11 +173,16 @@ def test_a_layer_costs_what_it_loses_on_text_and_on_made_up_records(
     stated = CalibrationOptions(str(text), 640, 64, device="cpu")
     inputs = load_inputs(plan, prepare_calibration(plan, stated).batches, stated)
     records = made_up_batches(plan, inputs.held_out, stated.seed)
-    assert [batch["input_ids"].shape for batch in records] == [batch["input_ids"].shape for batch in inputs.held_out]
+    assert [batch["input_ids"].shape for batch in records] == [
+        batch["input_ids"].shape for batch in inputs.held_out
+    ]
     on_text, on_records = (
-        measure_costs(inputs, held_out[:1], lambda stage, done, total: None) for held_out in (inputs.held_out, records)
+        measure_costs(inputs, held_out[:1], lambda stage, done, total: None)
+        for held_out in (inputs.held_out, records)
     )
-    for layer, first, second in zip(converted[1]["budget"]["layers"], on_text, on_records, strict=True):
+    for layer, first, second in zip(
+        converted[1]["budget"]["layers"], on_text, on_records, strict=True
+    ):
         for heads, cost in layer["kl"].items():
             mean = ((first.kl[int(heads)] or 0.0) + (second.kl[int(heads)] or 0.0)) / 2
             assert cost == pytest.approx(mean, rel=1e-4, abs=1e-6)
@@ -174,7 +214,9 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
         return made(attention, layer, groups, options)
 
     def choose(out: Path | None = tmp_path / "out") -> BudgetChoice:
-        options = ConversionOptions(calibration=CalibrationOptions(str(text), 640, 64, device="cpu"))
+        options = ConversionOptions(
+            calibration=CalibrationOptions(str(text), 640, 64, device="cpu")
+        )
         return choose_num_kv_heads(source, SHARE, options, out=out)
 
     monkeypatch.setattr(merged_copies, "OneLayer", counted)
@@ -186,9 +228,13 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     assert len(fits) == len(set(fits)) == 20
     assert {steps for *_, steps in fits} == {2}
     assert (choice.groups, choice.merged_by, choice.margin) == (CHOSEN, "short fits", 0.95)
-    for number, (layer, closed) in enumerate(zip(choice.layers, converted[1]["budget"]["layers"], strict=True)):
+    for number, (layer, closed) in enumerate(
+        zip(choice.layers, converted[1]["budget"]["layers"], strict=True)
+    ):
         assert (layer.kl[3] or 0.0) < 1e-5 or number not in FREE
-        if number in FREE:  # four heads of which three would do: gradient steps find what the closed form does not
+        if (
+            number in FREE
+        ):  # four heads of which three would do: gradient steps find what the closed form does not
             assert (layer.kl[4] or 0.0) < closed["kl"]["4"] / 5
     assert list(tmp_path.iterdir()) == []
     # without a result, the next run removes what a killed one has left among the temporary files
@@ -229,7 +275,9 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
     copies: list[dict[str, int]] = [{modules[1]: 3}, {modules[0]: 6, modules[3]: 3}, {}]
     text = [{"input_ids": blocks.flip(1)}]
     inputs = load_inputs(plan, [*text, *text], CalibrationOptions(device="cpu"))
-    *scores, broken = score_copies(inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None)
+    *scores, broken = score_copies(
+        inputs, [*copies, {modules[2]: 1}], ragged, lambda done, total: None
+    )
     assert (broken.loss.value, broken.kl.value) == (None, None)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for copy, score in zip([{}, *copies], scores, strict=True):
@@ -240,21 +288,33 @@ def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.M
         losses: list[float] = []
         for batch in ragged:
             with torch.inference_mode():
-                ours, theirs = (each(**batch).logits.double().log_softmax(-1) for each in (edited, model))
+                ours, theirs = (
+                    each(**batch).logits.double().log_softmax(-1) for each in (edited, model)
+                )
             divergences += (theirs.exp() * (theirs - ours)).sum((1, 2)).tolist()
-            losses += (-ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None])).sum((1, 2)).tolist()
+            losses += (
+                (-ours[:, :-1].gather(2, batch["input_ids"][:, 1:, None])).sum((1, 2)).tolist()
+            )
         assert score.kl.value == pytest.approx(sum(divergences) / (96 + 20), rel=1e-3, abs=1e-6)
         assert score.loss.value == pytest.approx(sum(losses) / (93 + 19), rel=1e-5)
         # of a ratio of sums over four blocks
-        gaps = [loss - score.loss.value * size for loss, size in zip(losses, (31, 31, 31, 19), strict=True)]
-        assert score.loss.error == pytest.approx((4 / 3 * sum(gap**2 for gap in gaps)) ** 0.5 / 112, rel=1e-3)
+        gaps = [
+            loss - score.loss.value * size
+            for loss, size in zip(losses, (31, 31, 31, 19), strict=True)
+        ]
+        assert score.loss.error == pytest.approx(
+            (4 / 3 * sum(gap**2 for gap in gaps)) ** 0.5 / 112, rel=1e-3
+        )
     assert (scores[1].kl.value or 0.0) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("stated", "words"),
     [
-        ("100%", "is 1,000 bytes per token: state less than the 1,000 of the source, and at least 83"),
+        (
+            "100%",
+            "is 1,000 bytes per token: state less than the 1,000 of the source, and at least 83",
+        ),
         ("8.2%", "is 82 bytes"),
         ("half", "'half' is not a share: write it like 50%"),
         ("-5%", "is -50 bytes"),

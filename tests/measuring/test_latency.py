@@ -52,16 +52,26 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
         (batch, context, heads) for batch in (1, 3) for context in (5, 9) for heads in (3, 4, 12)
     ]
     assert told[-5:] == [("timing", done, 4) for done in range(5)]
-    assert (result.kind, result.command, result.model_type) == ("benchmark", ["gqa-convert", "benchmark"], "llama")
+    assert (result.kind, result.command, result.model_type) == (
+        "benchmark",
+        ["gqa-convert", "benchmark"],
+        "llama",
+    )
     assert (result.dtype, result.heads, result.kv_heads) == ("float32", HEADS, HEADS)
     assert (result.attention, result.machine.device) == ("gqa", "cpu")
     for cell in result.results:
-        assert cell.kv_bytes_per_token == 2 * 2 * cell.groups * WIDTH * 4  # layers, K and V, float32
+        assert (
+            cell.kv_bytes_per_token == 2 * 2 * cell.groups * WIDTH * 4
+        )  # layers, K and V, float32
         assert cell.kv_bytes == cell.kv_bytes_per_token * cell.context * cell.batch
-        assert cell.decode_tokens_per_second == pytest.approx(1e3 * cell.batch / cell.decode_ms_per_token)
+        assert cell.decode_tokens_per_second == pytest.approx(
+            1e3 * cell.batch / cell.decode_ms_per_token
+        )
         assert cell.decode_ms_low <= cell.decode_ms_per_token <= cell.decode_ms_high
         assert cell.prefill_ms_low <= cell.prefill_ms <= cell.prefill_ms_high
-        assert cell.fingerprint == (fingerprint(open_checkpoint(llama)) if cell.groups == 12 else None)
+        assert cell.fingerprint == (
+            fingerprint(open_checkpoint(llama)) if cell.groups == 12 else None
+        )
     assert result.fingerprint == fingerprint(open_checkpoint(llama))
     assert BenchmarkFile(**json.loads(json.dumps(result.as_json(), allow_nan=False))) == result
 
@@ -109,7 +119,9 @@ def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> Non
     ],
     ids=str,
 )
-def test_mistakes(llama: Path, changes: dict[str, Any], error: type[GQAConvertError], words: str) -> None:
+def test_mistakes(
+    llama: Path, changes: dict[str, Any], error: type[GQAConvertError], words: str
+) -> None:
     with pytest.raises(error, match=words) as caught:
         benchmark_model(llama, **options(**changes))
     assert caught.value.exit_code == 2
@@ -129,7 +141,9 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source")
     assert_mistake(run("benchmark"), "MODEL")
     for wrong, found in (("two", "two"), ("0,1", "0"), ("1,-2", "-2"), ("1,,2", "")):
-        assert_mistake(run("benchmark", source, "--batch", wrong), f"'{found}' is not a whole number above 0")
+        assert_mistake(
+            run("benchmark", source, "--batch", wrong), f"'{found}' is not a whole number above 0"
+        )
     assert_mistake(run("benchmark", source, "--context", "half"), "--context", "'half'")
     assert_mistake(run("benchmark", tmp_path / "absent"), "absent")
     weights = load_file(source / "model.safetensors")
@@ -137,4 +151,7 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     broken = run("benchmark", source, "--candidates", "3,12", *QUICK)
     assert broken.returncode == 2
-    assert "no fitting tensor for model.norm.weight, which is [59] where the model needs [60]" in broken.stderr
+    assert (
+        "no fitting tensor for model.norm.weight, which is [59] where the model needs [60]"
+        in broken.stderr
+    )

@@ -20,7 +20,9 @@ from gqa_convert.measuring.results import (
 from tests.helpers.checkpoints import refused
 
 
-def scores(model: str, fingerprint: str | None = None, loss: float | None = 2.0, **more: Any) -> ModelScores:
+def scores(
+    model: str, fingerprint: str | None = None, loss: float | None = 2.0, **more: Any
+) -> ModelScores:
     known = {"tokens": 9, "kv_bytes_per_token": 4096, "bits_per_byte": 1.25} | more
     return ModelScores(model=model, fingerprint=fingerprint, loss=loss, **known)
 
@@ -62,7 +64,9 @@ def changed(**keys: Any) -> bytes:
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
-    words = "can't be read as results of evaluate: name" if content is not None else "does not exist"
+    words = (
+        "can't be read as results of evaluate: name" if content is not None else "does not exist"
+    )
     with refused(ReportError, f"a.json {words}"):
         load_evaluation(tmp_path / "a.json")
 
@@ -76,7 +80,9 @@ def test_files_that_exist_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-@pytest.mark.parametrize(("number", "expected"), [(errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(errno.EDQUOT, NoSpaceError), (errno.EIO, OutputError)]
+)
 def test_a_disk_that_fails(
     number: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,13 @@ from transformers import GenerationConfig, MambaConfig, MambaForCausalLM
 
 from gqa_convert.errors import OptionError
 from gqa_convert.measuring.evaluation.retrieval import ask, continuations, share_found, shares
-from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, WORDINGS, Question, make_text
+from gqa_convert.measuring.evaluation.retrieval_texts import (
+    KINDS,
+    PER_TEXT,
+    WORDINGS,
+    Question,
+    make_text,
+)
 from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.tiny import make_config, make_model
 
@@ -38,7 +44,9 @@ class Copying:
         for _ in range(count):
             seen = row[-self._sees :]
             ends = [end for end in range(len(seen) - 1) if seen[end] == seen[-1]]
-            row.append(seen[max(ends, key=lambda end: self._match(seen, end)) + 1] if ends else row[-1])
+            row.append(
+                seen[max(ends, key=lambda end: self._match(seen, end)) + 1] if ends else row[-1]
+            )
         return row
 
     def _match(self, seen: list[int], end: int) -> int:
@@ -58,7 +66,9 @@ def test_prompts_have_their_length_and_contain_each_answer_once(length: int) -> 
     wordings, depths = set(), []
     for number in range(9):
         text = make_text(tokenizer, length, number, seed=3)
-        assert [sum(each.kind == kind for each in text.questions) for kind in KINDS] == [PER_TEXT] * len(KINDS)
+        assert [sum(each.kind == kind for each in text.questions) for kind in KINDS] == [
+            PER_TEXT
+        ] * len(KINDS)
         for question in text.questions:
             assert len(question.prompt) + text.room == length
             assert question.prompt[: text.shared] == text.questions[0].prompt[: text.shared]
@@ -68,7 +78,9 @@ def test_prompts_have_their_length_and_contain_each_answer_once(length: int) -> 
             assert question.answer not in tokenizer.decode(question.prompt[text.shared :])
             assert len(tokenizer(" " + question.answer)["input_ids"]) < text.room
             place = prompt.index(question.answer) / len(prompt)
-            assert abs(place - question.depth) < 0.35, "facts take room that shares of the prose do not count"
+            assert abs(place - question.depth) < 0.35, (
+                "facts take room that shares of the prose do not count"
+            )
             wordings.add((question.kind, question.wording))
             depths.append(place)
     assert wordings == {(kind, number) for kind in KINDS for number in range(len(WORDINGS[kind]))}
@@ -78,7 +90,10 @@ def test_prompts_have_their_length_and_contain_each_answer_once(length: int) -> 
 
 def test_texts_differ_by_seed_number_and_length_and_not_by_tokenizer() -> None:
     tokenizer = demo_tokenizer()
-    texts = [make_text(tokenizer, *each) for each in ((600, 0, 0), (600, 0, 1), (600, 1, 0), (700, 0, 0), (600, 0, 0))]
+    texts = [
+        make_text(tokenizer, *each)
+        for each in ((600, 0, 0), (600, 0, 1), (600, 1, 0), (700, 0, 0), (600, 0, 0))
+    ]
     prompts = [text.questions[0].prompt for text in texts]
     assert prompts[0] == prompts[4]
     assert len({tuple(prompt) for prompt in prompts}) == 4
@@ -108,10 +123,15 @@ def test_a_model_that_copies_finds_what_it_sees() -> None:
     answers = ask(model, tokenizer, [600], questions=6)
     assert model.generation_config.repetition_penalty == 2.0, "the model's own settings come back"
     assert len(answers) == 6 * len(KINDS)
-    found = {kind: share_found([each for each in answers if each.kind == kind]).value for kind in KINDS}
+    found = {
+        kind: share_found([each for each in answers if each.kind == kind]).value for kind in KINDS
+    }
     assert all(share is not None and share > 0.9 for share in found.values()), found
     near = ask(Copying(250), tokenizer, [600], questions=6)
-    late, early = (share_found([each for each in near if (each.depth > 0.5) == end]).value for end in (True, False))
+    late, early = (
+        share_found([each for each in near if (each.depth > 0.5) == end]).value
+        for end in (True, False)
+    )
     assert (late or 0.0) > (early or 0.0) + 0.5
 
 
@@ -126,13 +146,21 @@ def test_a_model_that_copies_finds_what_it_sees() -> None:
         ("A", " a", False),
     ],
 )
-def test_an_answer_is_right_if_its_first_words_are(expected: str, written: str, is_right: bool) -> None:
+def test_an_answer_is_right_if_its_first_words_are(
+    expected: str, written: str, is_right: bool
+) -> None:
     assert answer(expected, written).is_right is is_right
 
 
 def test_standard_errors_are_over_texts() -> None:
     right, wrong = ("1", "1"), ("1", "2")
-    answers = [answer(*right), answer(*right), answer(*right, text=1), answer(*wrong, text=1), answer(*wrong, length=9)]
+    answers = [
+        answer(*right),
+        answer(*right),
+        answer(*right, text=1),
+        answer(*wrong, text=1),
+        answer(*wrong, length=9),
+    ]
     found = share_found(answers)
     assert found.value == pytest.approx(3 / 5)
     # texts hold 2, 2 and 1 questions, of which 2, 1 and 0 are right: deviations 0.8, -0.2 and -0.6
@@ -142,7 +170,11 @@ def test_standard_errors_are_over_texts() -> None:
 @pytest.mark.parametrize("written", ["1", "2"])
 def test_a_share_of_all_or_none_has_an_error(written: str) -> None:
     """That end of Wilson's score interval for 6 trials at z = 1, which is 1 of 7 away."""
-    texts = [replace(answer("1", written, text=number), kind=kind) for number in range(6) for kind in KINDS]
+    texts = [
+        replace(answer("1", written, text=number), kind=kind)
+        for number in range(6)
+        for kind in KINDS
+    ]
     whole, *_ = shares(texts, [replace(each, written="1") for each in texts])
     share = float(written == "1")
     assert (whole.questions, whole.found, whole.difference) == (24, share, share - 1)
@@ -164,7 +196,9 @@ def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
         model: Any = make_model(make_config(kind, **sizes, **window))
     else:
         torch.manual_seed(0)
-        model = MambaForCausalLM(MambaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)).eval()
+        model = MambaForCausalLM(
+            MambaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2)
+        ).eval()
     text = make_text(tokenizer, 520, 0, 0)
     model.generation_config = GenerationConfig(pad_token_id=0)
     reads: list[int] = []
@@ -176,5 +210,7 @@ def test_a_shared_cache_changes_nothing(kind: str, batch: int) -> None:
     assert bool(shares) == (kind != "mamba")
     for question, found in zip(text.questions, written, strict=True):
         prompt = torch.tensor([question.prompt])
-        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=text.room)
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=text.room
+        )
         assert found.tolist() == whole[0, len(question.prompt) :].tolist()

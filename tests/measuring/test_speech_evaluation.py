@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+from transformers.models.whisper.english_normalizer import (
+    BasicTextNormalizer,
+    EnglishTextNormalizer,
+)
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -36,7 +39,9 @@ def test_words_are_counted_as_papers_count_them() -> None:
     assert words.tolist() == [4, 2, 2, 4, 0]
 
 
-@pytest.mark.parametrize(("language", "kind"), [("en", EnglishTextNormalizer), ("de", BasicTextNormalizer)])
+@pytest.mark.parametrize(
+    ("language", "kind"), [("en", EnglishTextNormalizer), ("de", BasicTextNormalizer)]
+)
 def test_the_normaliser_is_that_of_the_language_that_the_first_model_hears(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, language: str, kind: type
 ) -> None:
@@ -79,18 +84,26 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
         start = speech.model.generation_config.decoder_start_token_id
         features = speech.features(list(cut_windows([file], speech)))
         with torch.no_grad():
-            logits = speech.model(features, decoder_input_ids=torch.tensor([[start, *tokens[:-1]]])).logits[0]
-        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(tokens), reduction="none").tolist()
+            logits = speech.model(
+                features, decoder_input_ids=torch.tensor([[start, *tokens[:-1]]])
+            ).logits[0]
+        losses += torch.nn.functional.cross_entropy(
+            logits, torch.tensor(tokens), reduction="none"
+        ).tolist()
     assert found.reference.tokens == scores.tokens == len(losses)
     assert scores.note == "1 sounds without words or longer than a window were left out"
     assert found.reference.loss == pytest.approx(float(np.mean(losses)), rel=1e-4)
     assert found.reference.kl is None or found.reference.kl == pytest.approx(0, abs=1e-6)
     assert (scores.kl or 0.0) > 0
     assert scores.difference is not None
-    assert scores.difference.loss == pytest.approx((scores.loss or 0) - found.reference.loss, rel=1e-6)
+    assert scores.difference.loss == pytest.approx(
+        (scores.loss or 0) - found.reference.loss, rel=1e-6
+    )
     assert scores.word_error_rate is not None
     assert scores.difference.word_error_rate == pytest.approx(
         scores.word_error_rate - (found.reference.word_error_rate or 0)
     )
-    (table,) = evaluation_tables(found, found.entries(), {str(source): "source", str(merged): "merged"})
+    (table,) = evaluation_tables(
+        found, found.entries(), {str(source): "source", str(merged): "merged"}
+    )
     assert "word errors" in table.rows[0]

@@ -16,12 +16,20 @@ from tests.helpers.checkpoints import llama_arrays, refused, write_llama
 
 
 @pytest.mark.parametrize(
-    ("tail", "keeps"), [("rotary_emb.inv_freq", False), ("masked_bias", False), ("sinks", True), ("k_norm.scale", True)]
+    ("tail", "keeps"),
+    [
+        ("rotary_emb.inv_freq", False),
+        ("masked_bias", False),
+        ("sinks", True),
+        ("k_norm.scale", True),
+    ],
 )
 def test_unknown_tensors_keep_heads_in_order(tail: str, keeps: bool, tmp_path: Path) -> None:
     """They may belong to heads by their numbers; buffers of old checkpoints do not."""
     arrays = llama_arrays() | {f"model.layers.0.self_attn.{tail}": np.ones(12, np.float32)}
-    finder = AttentionFinder(open_checkpoint(write_llama(tmp_path / "source", arrays=arrays)), FAMILIES["llama"])
+    finder = AttentionFinder(
+        open_checkpoint(write_llama(tmp_path / "source", arrays=arrays)), FAMILIES["llama"]
+    )
     assert (find_absorption_limits(finder, finder.layers[0]).order_constraint is not None) == keeps
     assert find_absorption_limits(finder, finder.layers[1]).order_constraint is None
 
@@ -32,7 +40,11 @@ def test_unknown_tensors_keep_heads_in_order(tail: str, keeps: bool, tmp_path: P
         ("llama", {"partial_rotary_factor": 0.5}, 16),
         ("phi3", {"partial_rotary_factor": 0.75}, 12),
         ("gpt_neox", {"rotary_pct": 0.5}, 8),
-        ("gqa_gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_pct": 0.25}, 8),
+        (
+            "gqa_gpt_neox",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}, "rotary_pct": 0.25},
+            8,
+        ),
         ("minimax_m2", {"rotary_dim": 4}, 4),
         ("minimax_m2", {"rotary_dim": 4, "partial_rotary_factor": 0.5}, 8),
         ("minimax_m2", {"rotary_dim": None}, 16),
@@ -55,7 +67,11 @@ def test_rotary_dimensions(model_type: str, config: dict[str, Any], rotated: int
 
 @pytest.mark.parametrize(
     ("model_type", "config"),
-    [("minimax_m2", {"rotary_dim": 5}), ("minimax_m2", {"rotary_dim": "6"}), ("phi3", {"partial_rotary_factor": -0.5})],
+    [
+        ("minimax_m2", {"rotary_dim": 5}),
+        ("minimax_m2", {"rotary_dim": "6"}),
+        ("phi3", {"partial_rotary_factor": -0.5}),
+    ],
 )
 def test_rotary_dimensions_that_make_no_pairs(model_type: str, config: dict[str, Any]) -> None:
     with refused(ConfigError, "repair it"):

@@ -22,7 +22,10 @@ def random_channels(rng: np.random.Generator, *places: int) -> Channels:
     rows = rng.standard_normal((*places, HEADS, ROWS, INPUTS))
     readers = rng.standard_normal((*places, HEADS, READERS, ROWS, READER_INPUTS))
     if places:
-        rows, readers = rows[..., :1, :] + 1j * rows[..., 1:2, :], readers[..., :1, :] + 1j * readers[..., 1:2, :]
+        rows, readers = (
+            rows[..., :1, :] + 1j * rows[..., 1:2, :],
+            readers[..., :1, :] + 1j * readers[..., 1:2, :],
+        )
     return Channels(rows, readers, covariance(rng, INPUTS), covariance(rng, READER_INPUTS))
 
 
@@ -37,16 +40,22 @@ def products(readers: Array, rows: Array, channels: Channels) -> Array:
 
 
 @pytest.mark.parametrize("places", [(), (3,)])
-def test_a_merge_loses_what_a_truncated_decomposition_drops(rng: np.random.Generator, places: tuple[int, ...]) -> None:
+def test_a_merge_loses_what_a_truncated_decomposition_drops(
+    rng: np.random.Generator, places: tuple[int, ...]
+) -> None:
     """Eckart and Young: the singular values from the c-th on of all that the readers of a group make of its rows."""
     channels = random_channels(rng, *places)
     shared, readers = factor(channels, GROUPS)
     before = products(channels.readers, channels.rows, channels)
     lost = before - products(readers, shared, channels)
     dropped = np.linalg.svd(before, compute_uv=False)[..., channels.rows.shape[-2] :]
-    np.testing.assert_allclose(np.sum(np.abs(lost) ** 2, axis=(-2, -1)), np.sum(dropped**2, axis=-1))
+    np.testing.assert_allclose(
+        np.sum(np.abs(lost) ** 2, axis=(-2, -1)), np.sum(dropped**2, axis=-1)
+    )
     sizes = np.linalg.norm(channels.rows.reshape(*places, GROUPS, -1, INPUTS), axis=(-2, -1)) ** 2
-    np.testing.assert_allclose(np.linalg.norm(shared, axis=(-2, -1)) ** 2, sizes / (HEADS // GROUPS))
+    np.testing.assert_allclose(
+        np.linalg.norm(shared, axis=(-2, -1)) ** 2, sizes / (HEADS // GROUPS)
+    )
     assert channels.covariance is not None
     strengths = np.linalg.norm(shared @ np.linalg.cholesky(channels.covariance), axis=-1)
     assert np.all(np.diff(strengths) < 0), "the strongest row comes first"
@@ -62,7 +71,9 @@ def test_complex_multipliers_are_real_and_positive_in_the_mean(rng: np.random.Ge
 
 
 @pytest.mark.parametrize("places", [(), (3,)])
-def test_heads_that_are_images_of_one_merge_without_loss(rng: np.random.Generator, places: tuple[int, ...]) -> None:
+def test_heads_that_are_images_of_one_merge_without_loss(
+    rng: np.random.Generator, places: tuple[int, ...]
+) -> None:
     channels = random_channels(rng, *places)
     own = channels.rows.shape[-2]
     maps: Array = rng.standard_normal((*places, HEADS, own, own))
@@ -70,7 +81,10 @@ def test_heads_that_are_images_of_one_merge_without_loss(rng: np.random.Generato
         maps = maps + 1j * rng.standard_normal(maps.shape)
     channels = replace(channels, rows=maps @ channels.rows[..., :1, :, :])
     shared, readers = factor(channels, GROUPS)
-    found, expected = products(readers, shared, channels), products(channels.readers, channels.rows, channels)
+    found, expected = (
+        products(readers, shared, channels),
+        products(channels.readers, channels.rows, channels),
+    )
     np.testing.assert_allclose(found, expected, atol=1e-6 * float(np.abs(expected).max()))
 
 
@@ -83,5 +97,8 @@ def test_dead_heads_do_no_harm(rng: np.random.Generator, places: tuple[int, ...]
     channels.rows[..., 3:, :, :] = 0
     shared, readers = factor(channels, GROUPS)
     assert np.isfinite(shared).all()
-    found, expected = products(readers, shared, channels), products(channels.readers, channels.rows, channels)
+    found, expected = (
+        products(readers, shared, channels),
+        products(channels.readers, channels.rows, channels),
+    )
     np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -23,7 +23,17 @@ from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorpt
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.head_grouping import reorder_heads
 from tests.helpers import chatglm
-from tests.helpers.folding_cases import CASES, EXACT, SOME, Case, Maps, build, converted, placed, tie
+from tests.helpers.folding_cases import (
+    CASES,
+    EXACT,
+    SOME,
+    Case,
+    Maps,
+    build,
+    converted,
+    placed,
+    tie,
+)
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
 
@@ -32,9 +42,16 @@ pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 Array = np.ndarray[Any, Any]
 
 
-def read_layers(case: Case, folder: Path) -> list[tuple[AttentionLayer, LayerLayout, AbsorptionLimits]]:
-    finder = AttentionFinder(open_checkpoint(case.save(folder)), FAMILIES[case.model_type], encoder=case.encoder)
-    return [(layer, LayerLayout(finder, layer), find_absorption_limits(finder, layer)) for layer in finder.layers]
+def read_layers(
+    case: Case, folder: Path
+) -> list[tuple[AttentionLayer, LayerLayout, AbsorptionLimits]]:
+    finder = AttentionFinder(
+        open_checkpoint(case.save(folder)), FAMILIES[case.model_type], encoder=case.encoder
+    )
+    return [
+        (layer, LayerLayout(finder, layer), find_absorption_limits(finder, layer))
+        for layer in finder.layers
+    ]
 
 
 @torch.no_grad()
@@ -56,7 +73,9 @@ def move(case: Case, layout: LayerLayout, order: Array | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(SOME, sorted(CASES)))
-def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: str, tmp_path: Path) -> None:
+def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(
+    name: str, tmp_path: Path
+) -> None:
     """And nothing is lost, to the last bit, by splitting and merging them."""
     case = build(name)
     other = copy.deepcopy(case)
@@ -65,9 +84,15 @@ def test_heads_change_places_where_nothing_is_in_the_way_and_there_only(name: st
         move(case, layout)
         assert (limits.order_constraint is not None) == case.keeps_order(layer.module)
         kept += limits.order_constraint is not None
-        move(other if limits.order_constraint else case, layout, np.roll(np.arange(layer.kv_heads), 1))
+        move(
+            other if limits.order_constraint else case,
+            layout,
+            np.roll(np.arange(layer.kv_heads), 1),
+        )
     assert distance(case.logits(), expected) < EXACT
-    if kept and case.model_type != "whisper":  # whose heads are named by their numbers as aligned to time
+    if (
+        kept and case.model_type != "whisper"
+    ):  # whose heads are named by their numbers as aligned to time
         assert distance(other.logits(), expected) > 0.01
 
 
@@ -104,18 +129,23 @@ def test_result_is_the_source_with_its_numbers(name: str, tmp_path: Path) -> Non
     assert distance(found, case.logits(placed(case, result, 3))) < EXACT
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["t5", "bart", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "mpt"]
+)
 def test_results_are_sources_too(name: str, tmp_path: Path) -> None:
     """12 to 6 by the mean, then 6 that are images of 3 to those."""
     case = build(name)
     case.model, case.kv_heads, case.blocks = converted(case, tmp_path, 6, "mean"), 6, True
     expected = tie(case, 3).logits()
-    convert_checkpoint(case.save(tmp_path / "again"), tmp_path / "out", 3, ConversionOptions(method="factor"))
+    convert_checkpoint(
+        case.save(tmp_path / "again"), tmp_path / "out", 3, ConversionOptions(method="factor")
+    )
     assert distance(case.logits(case.load(tmp_path / "out")), expected) < EXACT
 
 
 @pytest.mark.parametrize(
-    ("name", "encoder_heads", "groups"), [("t5", 12, 3), ("bart", 8, 4), ("whisper", 6, 3), ("whisper", 6, 6)]
+    ("name", "encoder_heads", "groups"),
+    [("t5", 12, 3), ("bart", 8, 4), ("whisper", 6, 3), ("whisper", 6, 6)],
 )
 def test_encoder(name: str, encoder_heads: int, groups: int, tmp_path: Path) -> None:
     """Encoder and decoder have counts of their own; a layer that has as few heads already stays as it is, bit for
@@ -129,7 +159,11 @@ def test_encoder(name: str, encoder_heads: int, groups: int, tmp_path: Path) -> 
     assert distance(case.logits(result), expected) < EXACT
     if encoder_heads == groups:
         found = dict(result.named_parameters())
-        encoder = {name: parameter for name, parameter in case.model.named_parameters() if "encoder" in name.split(".")}
+        encoder = {
+            name: parameter
+            for name, parameter in case.model.named_parameters()
+            if "encoder" in name.split(".")
+        }
         assert encoder
         assert all(torch.equal(parameter, found[name]) for name, parameter in encoder.items())
 
@@ -142,7 +176,9 @@ def scatter(case: Case, folder: Path, groups: int) -> dict[str, set[frozenset[in
         size = layer.kv_heads // groups
         order = np.arange(layer.kv_heads).reshape(groups, size).T.reshape(-1)
         move(case, layout, order)
-        found[layer.module] = {frozenset(np.flatnonzero(order // size == group).tolist()) for group in range(groups)}
+        found[layer.module] = {
+            frozenset(np.flatnonzero(order // size == group).tolist()) for group in range(groups)
+        }
     return found
 
 
@@ -151,9 +187,12 @@ def grouped(order: list[int], groups: int) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_heads", "groups"), [("llama", 12, 4), ("gpt2", 12, 3), ("bart", 12, 3), ("qwen2", 6, 2)]
+    ("name", "kv_heads", "groups"),
+    [("llama", 12, 4), ("gpt2", 12, 3), ("bart", 12, 3), ("qwen2", 6, 2)],
 )
-def test_scattered_heads_find_one_another(name: str, kv_heads: int, groups: int, tmp_path: Path) -> None:
+def test_scattered_heads_find_one_another(
+    name: str, kv_heads: int, groups: int, tmp_path: Path
+) -> None:
     """From the weights alone; the record tells which heads of the source became one."""
     case = build(name, **({} if kv_heads == 12 else {"kv_heads": kv_heads}))
     together = scatter(case, tmp_path / "heads", groups)
@@ -161,7 +200,9 @@ def test_scattered_heads_find_one_another(name: str, kv_heads: int, groups: int,
     result = converted(case, tmp_path, groups, "factor")
     assert distance(case.logits(result), expected) < EXACT
     record = json.loads((tmp_path / f"factor-{groups}" / "gqa_conversion.json").read_text())
-    assert {module: grouped(order, groups) for module, order in record["head_order"].items()} == together
+    assert {
+        module: grouped(order, groups) for module, order in record["head_order"].items()
+    } == together
 
 
 @pytest.mark.parametrize("groups", [3, 2])
@@ -171,15 +212,22 @@ def test_chatglm(groups: int, tmp_path: Path) -> None:
     maps, width, config, size = Maps(), chatglm.WIDTH, chatglm.CONFIG, 6 // groups
     for layer in range(chatglm.LAYERS):
         for head in (head for head in range(6) if head % size):
-            chosen = {chatglm.HEADS: maps.turning(width, width // 2, "interleaved"), chatglm.HEADS + 6: maps.any(width)}
+            chosen = {
+                chatglm.HEADS: maps.turning(width, width // 2, "interleaved"),
+                chatglm.HEADS + 6: maps.any(width),
+            }
             for kind in ("weight", "bias"):
-                heads = tensors[f"transformer.encoder.layers.{layer}.self_attention.query_key_value.{kind}"].unflatten(
-                    0, (-1, width)
-                )
+                heads = tensors[
+                    f"transformer.encoder.layers.{layer}.self_attention.query_key_value.{kind}"
+                ].unflatten(0, (-1, width))
                 for first, matrix in chosen.items():
-                    heads[first + head] = (matrix @ heads[first + head - head % size].double()).float()
+                    heads[first + head] = (
+                        matrix @ heads[first + head - head % size].double()
+                    ).float()
     torch.save(tensors, tmp_path / "source" / "pytorch_model.bin")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", groups, ConversionOptions(method="factor"))
+    convert_checkpoint(
+        tmp_path / "source", tmp_path / "out", groups, ConversionOptions(method="factor")
+    )
     ids = torch.randint(chatglm.VOCAB, (9,), generator=torch.Generator().manual_seed(1))
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == config | {"multi_query_group_num": groups}

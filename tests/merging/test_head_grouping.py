@@ -29,7 +29,9 @@ def positive(rng: np.random.Generator, *shape: int) -> Array:
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_pair_losses_are_what_a_truncated_decomposition_drops(rng: np.random.Generator, measured: bool) -> None:
+def test_pair_losses_are_what_a_truncated_decomposition_drops(
+    rng: np.random.Generator, measured: bool
+) -> None:
     rows, covariance = rng.normal(size=(4, 5, 9)), positive(rng, 9)
     seen = np.linalg.cholesky(covariance) if measured else np.eye(9)
     readers = rng.normal(size=(4, 2, 5, 7))
@@ -37,7 +39,9 @@ def test_pair_losses_are_what_a_truncated_decomposition_drops(rng: np.random.Gen
     weights = np.einsum("hrce,hrde->hcd", readers, readers)
     weighted = np.linalg.cholesky(weights).swapaxes(1, 2) @ rows @ seen
     for one, other in itertools.permutations(range(4), 2):
-        dropped = np.linalg.svd(np.concatenate([weighted[one], weighted[other]]), compute_uv=False)[5:]
+        dropped = np.linalg.svd(np.concatenate([weighted[one], weighted[other]]), compute_uv=False)[
+            5:
+        ]
         assert losses[one, other] == pytest.approx(np.sum(dropped**2))
     assert power == pytest.approx(np.sum(weighted**2))
     assert not np.diagonal(losses).any()
@@ -71,13 +75,17 @@ def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
         assert sorted(order) == list(range(heads))
         assert found == sorted(tuple(sorted(group)) for group in found)
         assert loss_of(found, losses) <= loss_of(neighbours, losses)
-        best = min(loss_of(partition, losses) for partition in partitions(frozenset(range(heads)), size))
+        best = min(
+            loss_of(partition, losses) for partition in partitions(frozenset(range(heads)), size)
+        )
         ratios.append(loss_of(found, losses) / best)
     assert np.mean(ratios) < 1.003
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-17])
-def test_losses_that_are_not_symmetric_are_grouped_too(scale: float, rng: np.random.Generator) -> None:
+def test_losses_that_are_not_symmetric_are_grouped_too(
+    scale: float, rng: np.random.Generator
+) -> None:
     """As the rounding of heads that are all alike leaves them: swaps that seem to gain must not go round in circles."""
     for _ in range(20):
         losses = scale * rng.uniform(0, 1, size=(12, 12))
@@ -100,12 +108,16 @@ def test_pairs_of_heads_lose_what_their_merge_loses(seed: int) -> None:
     errors = {}
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 1, 2)):
         moved = reorder_heads(heads, np.array(order))
-        of_scores, of_values = reconstruction_errors(moved, merge_layer(moved, 2, LIMITS, moments), LIMITS, moments)
+        of_scores, of_values = reconstruction_errors(
+            moved, merge_layer(moved, 2, LIMITS, moments), LIMITS, moments
+        )
         errors[order] = of_scores**2 + of_values**2
     assert tuple(find_head_order(heads, 2, LIMITS, moments)) == min(errors, key=errors.__getitem__)
 
 
-def test_heads_keep_their_order_where_something_is_averaged_or_nothing_is_chosen(rng: np.random.Generator) -> None:
+def test_heads_keep_their_order_where_something_is_averaged_or_nothing_is_chosen(
+    rng: np.random.Generator,
+) -> None:
     heads = random_heads(rng, 8, 2, **SIZES)
     for limit in ("key_constraint", "value_constraint", "order_constraint"):
         limits = replace(LIMITS, **{limit: "a norm"})

@@ -41,12 +41,16 @@ def scores_at(query: Array, key: Array, pairs: Array, asking: Array, seen: Array
     still = x[:, plain] @ (y[:, plain] - y[:, plain].mean(0)).T
     found = []
     for distance in range(16):
-        turned = (x[:, real] + 1j * x[:, imaginary]) * np.exp(1j * distance * FREQUENCIES[: len(real)])
+        turned = (x[:, real] + 1j * x[:, imaginary]) * np.exp(
+            1j * distance * FREQUENCIES[: len(real)]
+        )
         found.append((turned @ (y[:, real] - 1j * y[:, imaginary]).T).real + still)
     return np.stack(found)
 
 
-def summed_errors(source: Heads, merged: Heads, pairs: Array, asking: Array, seen: Array) -> tuple[float, float]:
+def summed_errors(
+    source: Heads, merged: Heads, pairs: Array, asking: Array, seen: Array
+) -> tuple[float, float]:
     """One by one, over every query head."""
     lost, total = np.zeros(2), np.zeros(2)
     for head in range(source.groups):
@@ -64,14 +68,21 @@ def summed_errors(source: Heads, merged: Heads, pairs: Array, asking: Array, see
 
 @pytest.mark.parametrize("pairs", [PAIRS, PAIRS[:, :0]])
 @pytest.mark.parametrize("query_inputs", [INPUTS, QUERY_INPUTS])
-def test_errors_are_those_of_the_scores(rng: np.random.Generator, query_inputs: int, pairs: Array) -> None:
-    source, limits = random_heads(rng, K, R, **SIZES, query_inputs=query_inputs), AbsorptionLimits(pairs)
+def test_errors_are_those_of_the_scores(
+    rng: np.random.Generator, query_inputs: int, pairs: Array
+) -> None:
+    source, limits = (
+        random_heads(rng, K, R, **SIZES, query_inputs=query_inputs),
+        AbsorptionLimits(pairs),
+    )
     asking, seen = samples(rng, query_inputs), samples(rng, INPUTS)
     moments = Moments(moment(asking), moment(seen))
     merged = merge_layer(source, 2, limits, moments)
     found = reconstruction_errors(source, merged, limits, moments)
     assert found == pytest.approx(summed_errors(source, merged, pairs, asking, seen), rel=1e-9)
-    mean = merge_layer(source, 2, replace(limits, key_constraint="x", value_constraint="x"), moments)
+    mean = merge_layer(
+        source, 2, replace(limits, key_constraint="x", value_constraint="x"), moments
+    )
     of_mean = reconstruction_errors(source, mean, limits, moments)
     assert merge_layer(source, K, limits, moments) is source
     assert reconstruction_errors(source, source, limits, moments) == (0.0, 0.0)
@@ -84,7 +95,9 @@ def test_keys_without_positions_lose_the_least_of_centred_inputs(rng: np.random.
     source, limits = random_heads(rng, K, R, **SIZES), AbsorptionLimits(PAIRS[:, :0])
     asking, seen = samples(rng, INPUTS), samples(rng, INPUTS) + 5
     moments = Moments(moment(asking), moment(seen))
-    found, _ = reconstruction_errors(source, merge_layer(source, 1, limits, moments), limits, moments)
+    found, _ = reconstruction_errors(
+        source, merge_layer(source, 1, limits, moments), limits, moments
+    )
     scores = asking @ source.queries.swapaxes(2, 3) @ source.keys[:, None] @ (seen - seen.mean(0)).T
     strengths = np.linalg.svd(scores.reshape(-1, len(seen)), compute_uv=False)
     assert found == pytest.approx(np.linalg.norm(strengths[HEAD_DIM:]) / np.linalg.norm(strengths))
@@ -100,7 +113,9 @@ def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generat
 
 
 @pytest.mark.parametrize("first_low", [0, 1, 3])
-def test_low_frequencies_merge_with_the_rows_without_positions(rng: np.random.Generator, first_low: int) -> None:
+def test_low_frequencies_merge_with_the_rows_without_positions(
+    rng: np.random.Generator, first_low: int
+) -> None:
     """High frequencies that differ by complex numbers, and all other rows by any real map: exact at distance 0."""
     heads = random_heads(rng, K, R, **SIZES, query_inputs=QUERY_INPUTS)
     asking, seen = samples(rng, QUERY_INPUTS), samples(rng, INPUTS)
@@ -117,7 +132,9 @@ def test_low_frequencies_merge_with_the_rows_without_positions(rng: np.random.Ge
         for before, after in zip(heads.queries[head], merged.queries[head], strict=True):
             expected = (asking @ before.T) @ (keys[head] @ seen.T)
             scores = (asking @ after.T) @ (merged.keys[0] @ seen.T)
-            assert np.allclose(scores - scores.mean(1)[:, None], expected - expected.mean(1)[:, None])
+            assert np.allclose(
+                scores - scores.mean(1)[:, None], expected - expected.mean(1)[:, None]
+            )
 
 
 def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generator) -> None:
@@ -140,7 +157,8 @@ def test_trials_make_the_scores_of_the_merge(rng: np.random.Generator, first_low
     trial = key_trials(heads, 2, LIMITS, moments)(first_low)
     merged = merge_layer(heads, 2, replace(LIMITS, value_constraint="x"), moments, first_low)
     scores, expected = (
-        found.queries.swapaxes(2, 3) @ found.keys.repeat(K // 2, axis=0)[:, None] for found in (trial, merged)
+        found.queries.swapaxes(2, 3) @ found.keys.repeat(K // 2, axis=0)[:, None]
+        for found in (trial, merged)
     )
     np.testing.assert_allclose(scores, expected, atol=1e-4 * float(np.abs(expected).max()))
     assert trial.values is heads.values

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.errors import OptionError
-from gqa_convert.merging.methods import CHOICES, METHOD_HELP, METHODS, MergeMethod, choose_method, names
+from gqa_convert.merging.methods import (
+    CHOICES,
+    METHOD_HELP,
+    METHODS,
+    MergeMethod,
+    choose_method,
+    names,
+)
 from gqa_convert.merging.pooling import POOLINGS
 from gqa_convert.verify.result import FACTORED, FITTED, PLAIN
 
@@ -17,10 +24,18 @@ def test_a_method_is_complete(method: MergeMethod) -> None:
     where = f"method {method.name} in gqa_convert/merging/methods.py"
     assert METHODS[method.name] is method, f"{where}: its name must be its key"
     assert method.card_sentence, f"{where}: card_sentence is empty"
-    assert method.card_sentence[-1] != ".", f"{where}: the card adds the full stop to card_sentence itself"
-    assert not (method.pooling and method.merges_layers), f"{where}: it merges tensors or whole layers, not both"
-    assert method.merges_layers or not method.trains, f"{where}: only methods that merge whole layers can train"
-    assert not method.trains or method.text == "required", f"{where}: gradient steps need calibration text"
+    assert method.card_sentence[-1] != ".", (
+        f"{where}: the card adds the full stop to card_sentence itself"
+    )
+    assert not (method.pooling and method.merges_layers), (
+        f"{where}: it merges tensors or whole layers, not both"
+    )
+    assert method.merges_layers or not method.trains, (
+        f"{where}: only methods that merge whole layers can train"
+    )
+    assert not method.trains or method.text == "required", (
+        f"{where}: gradient steps need calibration text"
+    )
 
 
 def test_verify_has_a_proof_of_every_method() -> None:
@@ -34,14 +49,20 @@ def test_verify_has_a_proof_of_every_method() -> None:
 
 def test_the_arithmetic_of_every_method_is_there() -> None:
     pooled = [method for method in CHOICES if method.pooling]
-    assert POOLINGS.keys() == {method.pooling for method in pooled}, "POOLINGS in merging/pooling.py lacks some"
-    assert {method.text for method in pooled} == {"never"}, "the writer pools without text: merge whole layers"
+    assert POOLINGS.keys() == {method.pooling for method in pooled}, (
+        "POOLINGS in merging/pooling.py lacks some"
+    )
+    assert {method.text for method in pooled} == {"never"}, (
+        "the writer pools without text: merge whole layers"
+    )
 
 
 @pytest.mark.parametrize("method", CHOICES, ids=lambda method: method.name)
 def test_the_guide_describes_every_choice(method: MergeMethod) -> None:
     text = GUIDE.read_text(encoding="utf-8")
-    assert f"| `{method.name}`" in text, f"docs/methods.md: the table of methods has no row for {method.name}"
+    assert f"| `{method.name}`" in text, (
+        f"docs/methods.md: the table of methods has no row for {method.name}"
+    )
     sources = text.partition("### Sources")[2].partition("\n## ")[0]
     assert f"`{method.name}`" in sources, f"docs/methods.md: {method.name} is missing under Sources"
     assert method.name in METHOD_HELP, f"METHOD_HELP lacks {method.name}"

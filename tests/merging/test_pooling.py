@@ -29,15 +29,21 @@ def test_the_mean_is_the_exact_mean_to_within_a_rounding(name: str, heads: int) 
     for column in range(50):
         exact = sum((Fraction(float(value)) for value in blocks[:, column]), Fraction(0)) / heads
         largest = max(abs(float(value)) for value in blocks[:, column])
-        rounding = abs(exact) * Fraction(float(ml_dtypes.finfo(dtype).eps)) / 2  # of the result, to nearest
-        summing = heads * Fraction(largest) * Fraction(2.0**-52 if dtype.itemsize >= 4 else 2.0**-23)
+        rounding = (
+            abs(exact) * Fraction(float(ml_dtypes.finfo(dtype).eps)) / 2
+        )  # of the result, to nearest
+        summing = (
+            heads * Fraction(largest) * Fraction(2.0**-52 if dtype.itemsize >= 4 else 2.0**-23)
+        )
         assert abs(Fraction(float(ours[column])) - exact) <= rounding + summing
 
 
 def test_float32_sums_are_kept_in_float64_and_those_of_halves_in_float32() -> None:
     heads = np.array([[1e8], [1.0], [-1e8], [1.0]], np.float32)
     assert merged(heads)[0] == np.float32(0.5)
-    assert merged(np.full((4, 3), 65504, np.float16)).tolist() == [65504.0] * 3, "halves near their largest"
+    assert merged(np.full((4, 3), 65504, np.float16)).tolist() == [65504.0] * 3, (
+        "halves near their largest"
+    )
     assert pool_groups(heads[:2], 1, "mean", STORED["BF16"], "x")[0].dtype == STORED["BF16"]
 
 
@@ -61,7 +67,9 @@ def test_first_takes_head_zero_and_reports_its_error() -> None:
     assert squared_norm == pytest.approx(1 + 4 + 16 + 36)
 
 
-@pytest.mark.parametrize(("bad", "method", "name"), [(np.nan, "mean", "BF16"), (-np.inf, "first", "F32")])
+@pytest.mark.parametrize(
+    ("bad", "method", "name"), [(np.nan, "mean", "BF16"), (-np.inf, "first", "F32")]
+)
 def test_numbers_that_are_none_are_refused(bad: float, method: Pooling, name: str) -> None:
     heads = np.full((3, 5), 1e20, STORED[name])
     assert np.isfinite(merged(heads, method).astype(float)).all(), "large numbers are no infinities"

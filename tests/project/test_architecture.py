@@ -20,7 +20,9 @@ DOORS = {"__init__", "__main__"}  # they name what is inside, for those outside
 
 def read_sheet() -> dict[str, set[str]]:
     """Package -> the packages that it uses, from top to bottom, as docs/developing.md has them."""
-    rows = re.findall(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", SHEET.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", SHEET.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     return {package: set(used.replace(",", " ").split()) for package, used in rows}
 
 
@@ -35,7 +37,11 @@ def imported(path: Path) -> set[tuple[str, str]]:
     """(module below the package, imported name) of every import of the package in a file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "gqa_convert":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "gqa_convert"
+        ):
             below = (node.module or "").removeprefix("gqa_convert").lstrip(".")
             found |= {(below or alias.name, alias.name) for alias in node.names}
         if isinstance(node, ast.Import):
@@ -62,16 +68,22 @@ def test_imports_point_down_the_sheet(package: str) -> None:
             target = module.split(".")[0]
             if target in SHARED | {package}:
                 continue
-            assert target in below, f"{path.relative_to(PACKAGE)} imports {module}, which is not below {package}"
+            assert target in below, (
+                f"{path.relative_to(PACKAGE)} imports {module}, which is not below {package}"
+            )
             used.add(target)
-    assert used == PACKAGES[package], f"docs/developing.md: the row of {package} must name {', '.join(sorted(used))}"
+    assert used == PACKAGES[package], (
+        f"docs/developing.md: the row of {package} must name {', '.join(sorted(used))}"
+    )
 
 
 def test_private_names_stay_in_their_package() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         for module, name in imported(path):
             private = name.startswith("_") and name != "__version__"
-            private |= any(part.startswith("_") for part in module.split(".")) and module != "_version"
+            private |= (
+                any(part.startswith("_") for part in module.split(".")) and module != "_version"
+            )
             assert not private or module.split(".")[0] == package_of(path), (
                 f"{path.relative_to(PACKAGE)}: {module}.{name}"
             )
@@ -83,12 +95,25 @@ def test_merging_knows_numpy_only() -> None:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
-                assert module.split(".")[0] in {*sys.stdlib_module_names, "numpy", "ml_dtypes", "gqa_convert"}
+                assert module.split(".")[0] in {
+                    *sys.stdlib_module_names,
+                    "numpy",
+                    "ml_dtypes",
+                    "gqa_convert",
+                }
 
 
 def test_the_package_imports_neither_torch_nor_numpy() -> None:
     loaded = loaded_after("import gqa_convert, gqa_convert.cli")
-    assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "datasets", "accelerate", "rich.progress"}
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "numpy",
+        "huggingface_hub",
+        "datasets",
+        "accelerate",
+        "rich.progress",
+    }
 
 
 def test_converting_imports_no_torch(tmp_path: Path) -> None:

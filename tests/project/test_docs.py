@@ -21,15 +21,33 @@ from gqa_convert.conversion.fit import calibration_text, defaults
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
 from tests.helpers.document_workplace import NOT_RUN, furnish, needed, reason, shortened
-from tests.helpers.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands, recipe_commands
+from tests.helpers.documents import (
+    DOCUMENTS,
+    ROOT,
+    Block,
+    Command,
+    blocks,
+    commands,
+    recipe_commands,
+)
 
 SHELL = ("sh", "console", "indented")
 
 NOT_COMMANDS = ("134 MB  +  N x (1.05 MB + 0.59 MB x B)",)
 """Indented blocks that are neither."""
 
-ALL_BLOCKS = [(path, block) for path in DOCUMENTS for block in blocks(path) if block.text.strip() not in NOT_COMMANDS]
-ALL = [(path, command) for path, block in ALL_BLOCKS if block.language in SHELL for command in commands(block)]
+ALL_BLOCKS = [
+    (path, block)
+    for path in DOCUMENTS
+    for block in blocks(path)
+    if block.text.strip() not in NOT_COMMANDS
+]
+ALL = [
+    (path, command)
+    for path, block in ALL_BLOCKS
+    if block.language in SHELL
+    for command in commands(block)
+]
 PROGRAM = get_command(app)
 
 Run = Callable[[list[str]], tuple[int, str, str]]
@@ -69,10 +87,14 @@ def check(command: Command) -> None:
         if script.startswith("benchmarks/"):
             source = (ROOT / script).read_text(encoding="utf-8")
             for option in command.words[2:]:
-                assert not option.startswith("--") or f'"{option}"' in source, f"{script} has no {option}"
+                assert not option.startswith("--") or f'"{option}"' in source, (
+                    f"{script} has no {option}"
+                )
 
 
-@pytest.mark.parametrize(("path", "command"), ALL, ids=[f"{named(path)}:{command.line}" for path, command in ALL])
+@pytest.mark.parametrize(
+    ("path", "command"), ALL, ids=[f"{named(path)}:{command.line}" for path, command in ALL]
+)
 def test_a_command_is_understood(path: Path, command: Command) -> None:
     assert command.program == "gqa-convert" or reason(command), (
         f"{path.name}: neither run nor listed in NOT_RUN: {command}"
@@ -82,16 +104,23 @@ def test_a_command_is_understood(path: Path, command: Command) -> None:
 
 def test_the_list_of_what_is_not_run_is_not_longer_than_it_has_to_be() -> None:
     for pattern in NOT_RUN:
-        assert any(re.search(pattern, str(command)) for _, command in ALL), f"no document has {pattern}"
+        assert any(re.search(pattern, str(command)) for _, command in ALL), (
+            f"no document has {pattern}"
+        )
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """The command line within this process: exit code, stdout, stderr."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     monkeypatch.setenv("COLUMNS", "300")
     # to tokenise all of the standard library takes seconds in every command on its text, and so do its long blocks
-    monkeypatch.setattr(sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60])
+    monkeypatch.setattr(
+        sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60]
+    )
     monkeypatch.setattr(calibration_text, "LENGTH", 64)
     monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 512)
 
@@ -115,7 +144,11 @@ def shown_is_printed(shown: str, printed: str, name: str) -> None:
 
     def masked(line: str) -> str:
         line = " ".join(line.split())
-        return line if name == "convert" or line.startswith("gqa-convert:") else re.sub(r"\d[\d.,]*(e-\d+)?", "#", line)
+        return (
+            line
+            if name == "convert" or line.startswith("gqa-convert:")
+            else re.sub(r"\d[\d.,]*(e-\d+)?", "#", line)
+        )
 
     lines = iter([masked(line) for line in printed.splitlines()])
     for line in map(masked, shown.splitlines()):
@@ -136,7 +169,9 @@ class Session:
         if arguments[0] == "uptrain":
             recipe = yaml.safe_load(Path(arguments[1]).read_text(encoding="utf-8"))
             recipe |= dict(word.split("=", 1) for word in arguments[2:] if "=" in word)
-            self.prepare([str(recipe.get(key)) for key in ("model", "teacher", "data", "evaluation_data")])
+            self.prepare(
+                [str(recipe.get(key)) for key in ("model", "teacher", "data", "evaluation_data")]
+            )
         code, out, err = self.run(arguments)
         mistake = command.shown is not None and "gqa-convert: " in command.shown
         assert code in ((2,) if mistake else (0,)), f"{command}\n{err}"
@@ -158,15 +193,21 @@ class Session:
 
 def runnable(block: Block) -> bool:
     is_shell = block.language in SHELL
-    return block.language == "python" or (is_shell and any(reason(command) is None for command in commands(block)))
+    return block.language == "python" or (
+        is_shell and any(reason(command) is None for command in commands(block))
+    )
 
 
-RUNNABLE = [path for path in DOCUMENTS if any(runnable(block) for each, block in ALL_BLOCKS if each == path)]
+RUNNABLE = [
+    path for path in DOCUMENTS if any(runnable(block) for each, block in ALL_BLOCKS if each == path)
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUNNABLE, ids=named)
-def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_run(
+    path: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     session = Session(tmp_path, run)
@@ -181,7 +222,9 @@ def test_the_commands_run(path: Path, tmp_path: Path, run: Run, monkeypatch: pyt
                     session.type(command)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_recipes_own_commands_are_understood(path: Path) -> None:
     convert, *launch = recipe_commands(path)
     keys = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -194,30 +237,44 @@ def test_a_recipes_own_commands_are_understood(path: Path) -> None:
 
 def slugs(path: Path) -> set[str]:
     """The anchors of a page's headings."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
 def test_anchors_lead_somewhere(path: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", path.read_text(encoding="utf-8")):
-        assert anchor in slugs(path.parent / target if target else path), f"{path.name} links to {target}#{anchor}"
+    for target, anchor in re.findall(
+        r"\]\(([^)#:\s]*)#([^)]+)\)", path.read_text(encoding="utf-8")
+    ):
+        assert anchor in slugs(path.parent / target if target else path), (
+            f"{path.name} links to {target}#{anchor}"
+        )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
 def test_files_that_a_page_names_exist(path: Path) -> None:
     for name in re.findall(
-        r"`((?:gqa_convert|tests|docs|benchmarks|recipes)/[\w./-]+)`", path.read_text(encoding="utf-8")
+        r"`((?:gqa_convert|tests|docs|benchmarks|recipes)/[\w./-]+)`",
+        path.read_text(encoding="utf-8"),
     ):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
 
 
 def test_the_picture_of_the_architecture_shows_every_package() -> None:
     packages = re.findall(
-        r"^\| `(\w+)` \|", (ROOT / "docs" / "developing.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| `(\w+)` \|",
+        (ROOT / "docs" / "developing.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
-    drawn = re.findall(r">(\w+)</text>", (ROOT / "docs" / "packages.svg").read_text(encoding="utf-8"))
+    drawn = re.findall(
+        r">(\w+)</text>", (ROOT / "docs" / "packages.svg").read_text(encoding="utf-8")
+    )
     assert packages
     assert set(packages) <= set(drawn)
 
@@ -225,7 +282,11 @@ def test_the_picture_of_the_architecture_shows_every_package() -> None:
 def test_the_site_has_all_pages() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r": (\S+\.md)$", settings, re.MULTILINE)
-    pages = [path.relative_to(ROOT / "docs").as_posix() for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+    pages = [
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in DOCUMENTS
+        if path.is_relative_to(ROOT / "docs")
+    ]
     assert sorted(listed) == sorted(pages), "list the page in mkdocs.yml under `nav`"
 
 
@@ -240,7 +301,8 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     with contextlib.chdir(ROOT):
         build(load_config("mkdocs.yml", strict=True, site_dir=str(tmp_path)))
     pages = {
-        path.relative_to(tmp_path).as_posix(): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")
+        path.relative_to(tmp_path).as_posix(): path.read_text(encoding="utf-8")
+        for path in tmp_path.rglob("*.html")
     }
     for name, page in pages.items():
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\s\">]+)", page)

@@ -52,7 +52,10 @@ def real_losses(method: str, model: str = "smollm2") -> list[str]:
     else:
         scores = cells_of(method, model)
     kinds = ("prose", "code", "chat")
-    return [f"{statistics.mean(each['loss'][kind]['512']['loss'] for each in scores):.2f}" for kind in kinds]
+    return [
+        f"{statistics.mean(each['loss'][kind]['512']['loss'] for each in scores):.2f}"
+        for kind in kinds
+    ]
 
 
 def facts(method: str) -> list[str]:
@@ -63,7 +66,8 @@ def facts(method: str) -> list[str]:
     if "retrieval" not in scores[0]:
         return ["", ""]
     return [
-        f"{statistics.mean(each['retrieval'][length]['found'] for each in scores):.0%}" for length in ("512", "4096")
+        f"{statistics.mean(each['retrieval'][length]['found'] for each in scores):.0%}"
+        for length in ("512", "4096")
     ]
 
 
@@ -80,17 +84,24 @@ def facts(method: str) -> list[str]:
 )
 def test_the_table_states_what_was_measured(row: str, method: str) -> None:
     lines = [line.replace("*", "") for line in README.splitlines() if line.startswith("|")]
-    (cells,) = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(f"| {row} |")]
+    (cells,) = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in lines
+        if line.startswith(f"| {row} |")
+    ]
     assert cells[3:] == [*real_losses(method), *facts(method)]
 
 
 def test_the_sentence_on_qwen_states_what_was_measured() -> None:
-    source, mean, layers = (real_losses(method, "qwen-0.5b") for method in ("source", "mean", "layers"))
+    source, mean, layers = (
+        real_losses(method, "qwen-0.5b") for method in ("source", "mean", "layers")
+    )
     text = " ".join(README.split())
     for place, kind, word in ((1, "code", "mean pooling: "), (0, "prose", "")):
-        assert re.search(rf"on {kind} (rises )?from {source[place]} to {layers[place]} \({word}{mean[place]}", text), (
-            kind
-        )
+        assert re.search(
+            rf"on {kind} (rises )?from {source[place]} to {layers[place]} \({word}{mean[place]}",
+            text,
+        ), kind
 
 
 def test_the_table_of_speech_states_what_was_measured() -> None:
@@ -100,7 +111,11 @@ def test_the_table_of_speech_states_what_was_measured() -> None:
     for cell in speech["cells"]:
         name = f"{cell['groups']} K/V head{'s' if cell['groups'] > 1 else ''}, `{cell['method']}`"
         scores.setdefault(name.replace("`mean`", "`--method mean`"), []).append(cell)
-    rows = [line.replace("*", "") for line in README.splitlines() if re.match(r"\| (Whisper|\W*\d K/V)", line)]
+    rows = [
+        line.replace("*", "")
+        for line in README.splitlines()
+        if re.match(r"\| (Whisper|\W*\d K/V)", line)
+    ]
     assert len(rows) == 4
     for row in rows:
         name, _, loss, errors = (cell.strip() for cell in row.split("|")[1:-1])

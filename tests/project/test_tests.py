@@ -22,13 +22,17 @@ def imported_modules(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path.relative_to(TESTS)}: write `from tests...`, not a relative import"
+            assert not node.level, (
+                f"{path.relative_to(TESTS)}: write `from tests...`, not a relative import"
+            )
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
     return found
 
 
 def test_folders_mirror_the_packages() -> None:
-    packages = {path.parent.name for path in Path(gqa_convert.__file__).parent.glob("*/__init__.py")}
+    packages = {
+        path.parent.name for path in Path(gqa_convert.__file__).parent.glob("*/__init__.py")
+    }
     folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
     assert folders - SHARED == packages | {"demo"}
     assert not list(TESTS.glob("test_*.py"))
@@ -41,7 +45,9 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
             for module in imported_modules(path)
             if module.startswith("tests.") and not module.startswith("tests.helpers")
         }
-        assert not shared, f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into tests/helpers/"
+        assert not shared, (
+            f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into tests/helpers/"
+        )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,9 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
         "import atexit; atexit.register(print, 'at the end'); print('whole', end='')",
     ],
 )
-def test_a_fork_is_as_a_new_interpreter(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_as_a_new_interpreter(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "77")
     command = ["-c", f"import os, sys\n{code}", "one", "two words"]
@@ -69,7 +77,10 @@ def test_what_reads_the_environment_is_imported_anew(monkeypatch: pytest.MonkeyP
     assert run_python("-c", code).stdout.split()[1:] == ["True", "True"]
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert run_python("-c", code).stdout == "/elsewhere False True\n"
-    assert run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout == "/given False True\n"
+    assert (
+        run_python("-c", code, environment={**os.environ, "HF_HOME": "/given"}).stdout
+        == "/given False True\n"
+    )
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert run_python("-c", code).stdout == "/elsewhere False False\n"
 

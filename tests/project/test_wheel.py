@@ -86,7 +86,9 @@ def pip(*arguments: str | Path) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the repository, tests and all, so that nothing is left behind in it."""
     folder = tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "demo-*", "gqa-demo", "*.egg-info")
+    left_out = shutil.ignore_patterns(
+        ".*", "__pycache__", "build", "dist", "runs", "demo-*", "gqa-demo", "*.egg-info"
+    )
     shutil.copytree(ROOT, folder / "tree", ignore=left_out)
     pip("wheel", "--no-build-isolation", "--wheel-dir", folder, folder / "tree")
     (built,) = folder.glob("*.whl")
@@ -97,17 +99,28 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         metadata = archive.read(f"gqa_convert-{__version__}.dist-info/METADATA").decode()
-        entry_points = archive.read(f"gqa_convert-{__version__}.dist-info/entry_points.txt").decode()
+        entry_points = archive.read(
+            f"gqa_convert-{__version__}.dist-info/entry_points.txt"
+        ).decode()
     assert wheel.name == f"gqa_convert-{__version__}-py3-none-any.whl"
-    assert {PurePosixPath(name).parts[0] for name in names} == {"gqa_convert", f"gqa_convert-{__version__}.dist-info"}
+    assert {PurePosixPath(name).parts[0] for name in names} == {
+        "gqa_convert",
+        f"gqa_convert-{__version__}.dist-info",
+    }
     tree = wheel.parent / "tree"
     assert (tree / "tests").is_dir()
-    wanted = {path.relative_to(tree).as_posix() for path in (tree / "gqa_convert").rglob("*") if path.is_file()}
+    wanted = {
+        path.relative_to(tree).as_posix()
+        for path in (tree / "gqa_convert").rglob("*")
+        if path.is_file()
+    }
     assert {name for name in names if name.startswith("gqa_convert/")} == wanted
     files = {family.modeling.file for family in FAMILIES.values() if family.modeling}
     demo = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert {f"gqa_convert/families/modeling/{file}.py" for file in files} <= wanted
-    assert {f"gqa_convert/demo_checkpoint/{name}" for name in demo} | {"gqa_convert/py.typed"} <= wanted
+    assert {f"gqa_convert/demo_checkpoint/{name}" for name in demo} | {
+        "gqa_convert/py.typed"
+    } <= wanted
     assert f"gqa_convert-{__version__}.dist-info/licenses/LICENSE" in names
     assert f"Version: {__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
@@ -124,7 +137,11 @@ def core_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     site.mkdir()
     for name in closure(CORE):
         found = distribution(name)
-        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in found.files or []
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
     pip("install", "--target", site, wheel)
@@ -135,7 +152,14 @@ def core_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def run(environment: dict[str, str], *arguments: str) -> str:
     command = [sys.executable, "-S", "-P", *arguments]
-    done = subprocess.run(command, cwd=environment["PWD"], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=environment["PWD"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -163,7 +187,18 @@ def test_what_an_extra_brings_is_imported_only_where_it_is_used(core_alone: dict
 
 def test_it_converts_the_model_that_it_carries(core_alone: dict[str, str]) -> None:
     source = f"{core_alone['PYTHONPATH']}/gqa_convert/demo_checkpoint"
-    command = ["-m", "gqa_convert", "convert", source, "out", "--groups", "3", "--method", "mean", "--json"]
+    command = [
+        "-m",
+        "gqa_convert",
+        "convert",
+        source,
+        "out",
+        "--groups",
+        "3",
+        "--method",
+        "mean",
+        "--json",
+    ]
     converted = json.loads(run(core_alone, *command))
     out = Path(core_alone["PWD"]) / "out"
     assert json.loads((out / "config.json").read_text(encoding="utf-8"))["num_key_value_heads"] == 3
@@ -171,7 +206,9 @@ def test_it_converts_the_model_that_it_carries(core_alone: dict[str, str]) -> No
 
 
 @pytest.mark.slow
-def test_the_demo_runs_on_the_core_dependencies_outside_the_repository(core_alone: dict[str, str]) -> None:
+def test_the_demo_runs_on_the_core_dependencies_outside_the_repository(
+    core_alone: dict[str, str],
+) -> None:
     settings = "calibration_tokens=2048, held_out_tokens=4096, uptraining_tokens=12288"
     code = f"from gqa_convert.demo import run_demo; print(run_demo('demo', {settings})['passed'])"
     assert run(core_alone, "-c", code).splitlines()[-1] == "True"

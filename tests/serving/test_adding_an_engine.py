@@ -16,12 +16,20 @@ def test_every_engine_is_complete(name: str) -> None:
     module = import_module(ENGINES[name].module)
     assert hasattr(module.Adapter, "generate"), "step 1: the Adapter generates tokens"
     assert hasattr(module.Adapter, "logits"), "step 1: the Adapter computes logits"
-    assert name in (ROOT / "gqa_convert/cli/check_serving.py").read_text(), "step 3: the help of --engine names it"
-    guide, types = ((ROOT / file).read_text() for file in ("docs/serving-and-publishing.md", "pyproject.toml"))
+    assert name in (ROOT / "gqa_convert/cli/check_serving.py").read_text(), (
+        "step 3: the help of --engine names it"
+    )
+    guide, types = (
+        (ROOT / file).read_text() for file in ("docs/serving-and-publishing.md", "pyproject.toml")
+    )
     (columns,) = re.findall(r"^\| \| .*llama\.cpp.*$", guide, re.MULTILINE)
     assert name in columns.lower(), "step 4: the table of engines in the guide has a column for it"
     (untyped,) = re.findall(r"^module = \[\"accelerate.*$", types, re.MULTILINE)
     assert module.__file__ is not None
-    imported = re.findall(r"^ +(?:from|import) (\w+)", Path(module.__file__).read_text(), re.MULTILINE)
+    imported = re.findall(
+        r"^ +(?:from|import) (\w+)", Path(module.__file__).read_text(), re.MULTILINE
+    )
     for package in {*imported} - {"numpy"}:
-        assert f'"{package}.*"' in untyped, "step 5: pyproject.toml lists it among the packages without types"
+        assert f'"{package}.*"' in untyped, (
+            "step 5: pyproject.toml lists it among the packages without types"
+        )

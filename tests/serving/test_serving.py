@@ -84,7 +84,9 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("absent", "skipped", "no converter"),
     ],
 )
-def test_what_an_engine_does(out: Path, engines: Engines, mode: str, status: str, words: str) -> None:
+def test_what_an_engine_does(
+    out: Path, engines: Engines, mode: str, status: str, words: str
+) -> None:
     engines(mode, fake="no-such-package-as-this numpy")
     report = check_serving(out, minutes=0.03 if mode == "hangs" else 1.0)
     (entry,) = report.clients
@@ -93,11 +95,15 @@ def test_what_an_engine_does(out: Path, engines: Engines, mode: str, status: str
     assert "\n" not in entry["detail"]
 
 
-def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(out: Path, engines: Engines) -> None:
+def test_an_absent_engine_is_skipped_and_counts_if_it_was_named(
+    out: Path, engines: Engines
+) -> None:
     engines("right", fake="numpy", absent="no-such-package-as-this")
     report = check_serving(out).as_json()
     assert [entry["status"] for entry in report["clients"]] == ["ok", "skipped"]
-    assert report["clients"][1]["detail"] == f"{sys.executable} has no no-such-package-as-this: luck"
+    assert (
+        report["clients"][1]["detail"] == f"{sys.executable} has no no-such-package-as-this: luck"
+    )
     assert report["passed"]
     assert [entry["client"] for entry in check_serving(out, ["absent"]).clients] == ["absent"]
     named = check_serving(out, ["fake", "absent"])
@@ -122,7 +128,9 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
 @pytest.mark.usefixtures("modeling_files_registered")
 def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
     """Layers that differ in number need the class of their config, which is a file of the checkpoint."""
-    make_checkpoint("llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2)
+    make_checkpoint(
+        "llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2
+    )
     out = tmp_path / "list"
     convert_checkpoint(tmp_path / "source", out, [12, 3], ConversionOptions(method="mean"))
     config = checking.read_config(out)
@@ -151,17 +159,25 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
     (out / "tokenizer.json").unlink()
     shown = run("check-serving", out, "--engine", "llama.cpp", "--python", python)
     assert shown.returncode == 1
-    assert "failed         llama.cpp 9.9  ValueError: its converter failed: no tokenizer" in shown.stdout
+    assert (
+        "failed         llama.cpp 9.9  ValueError: its converter failed: no tokenizer"
+        in shown.stdout
+    )
     other = make_checkpoint("qwen2", tmp_path / "other", num_key_value_heads=3)
     (entry,) = check_serving(other, ["llama.cpp"], python=str(python)).clients
-    assert (entry["status"], entry["detail"]) == ("not supported", "its converter failed: Model qwen2 is not supported")
+    assert (entry["status"], entry["detail"]) == (
+        "not supported",
+        "its converter failed: Model qwen2 is not supported",
+    )
     python = write_interpreter(tmp_path / "bare", converter=tmp_path)
     (entry,) = check_serving(other, ["llama.cpp"], python=str(python)).clients
     assert entry["status"] == "skipped"
     assert "LLAMA_CPP" in entry["detail"]
 
 
-def test_a_named_interpreter_is_used_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Engines) -> None:
+def test_a_named_interpreter_is_used_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: Engines
+) -> None:
     engines("right", fake="no-such-package-as-this numpy")
     with pytest.raises(MissingExtraError, match=r"there is no interpreter .*/python: name"):
         find_interpreter("fake", str(tmp_path / "python"))

@@ -26,7 +26,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = Objective(
-        models="a decoder-only model", reads=("text",), sampler="tests.helpers.toy_objective:BackwardsSampler"
+        models="a decoder-only model",
+        reads=("text",),
+        sampler="tests.helpers.toy_objective:BackwardsSampler",
     )
     monkeypatch.setitem(OBJECTIVES, "backwards", entry)
 
@@ -44,7 +46,9 @@ def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path:
     run(home, tmp_path / "whole", **keys)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    forwards = open_samples([str(home / "text.txt")], demo_tokenizer(), objective="causal", sequence_length=32)
+    forwards = open_samples(
+        [str(home / "text.txt")], demo_tokenizer(), objective="causal", sequence_length=32
+    )
     batch = forwards.batch([0, 1])
     text = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)[:, ::-1].copy()
     model, _ = load_model(home / "student", torch.float32)
@@ -56,18 +60,25 @@ def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path:
     assert first["gradient_norm"] == pytest.approx(norm.item(), rel=1e-3)
 
 
-def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(home: Path, tmp_path: Path) -> None:
+def test_the_default_and_estimates_and_tokenising_and_refusals_know_it(
+    home: Path, tmp_path: Path
+) -> None:
     run(home, tmp_path / "auto", tokens=64)
     run(home, tmp_path / "causal", tokens=64, objective="causal")
-    assert losses(tmp_path / "auto") == losses(tmp_path / "causal")  # the first entry remains the default
+    assert losses(tmp_path / "auto") == losses(
+        tmp_path / "causal"
+    )  # the first entry remains the default
     path = recipe(home, tmp_path / "run", objective="backwards")
     other = recipe(home, tmp_path / "other")
     assert estimate(path, [], 1, "h100") == estimate(other, [], 1, "h100")
     assert tokenize_recipe(path).samples == 12
     keys = {"model": "m", "output": "o", "tokens": "10M", "objective": "backwards"}
     with pytest.raises(
-        RecipeError, match=r"objective is backwards, and data\[0\] holds conversations: name running text"
+        RecipeError,
+        match=r"objective is backwards, and data\[0\] holds conversations: name running text",
     ):
         make_recipe(keys | {"data": {"source": "d", "format": "chat"}})
-    with pytest.raises(RecipeError, match="it must be auto, causal, span_corruption, pairs, backwards"):
+    with pytest.raises(
+        RecipeError, match="it must be auto, causal, span_corruption, pairs, backwards"
+    ):
         make_recipe(keys | {"data": "d", "objective": "forwards"})

@@ -52,7 +52,9 @@ def start(difference: str, output: str, *places: str) -> None:
                 Path("text.txt").write_text("a river runs past new stones " * 400)
             elif difference == "tokenising":
                 patch.setattr("gqa_convert.data.encoders.TextEncoder.encode", refuse)
-                patch.setattr("gqa_convert.data.token_files.wait_for_lock", lambda _: nullcontext())  # no lock helps
+                patch.setattr(
+                    "gqa_convert.data.token_files.wait_for_lock", lambda _: nullcontext()
+                )  # no lock helps
         uptrain("recipe.yaml", *overrides)
 
 
@@ -63,12 +65,17 @@ def refuse(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("difference", "message"),
     [
-        ("recipe", "seed differs between the processes of this run: 0 on the first, 1 on process 1"),
+        (
+            "recipe",
+            "seed differs between the processes of this run: 0 on the first, 1 on process 1",
+        ),
         ("sharding", "whether to shard differs between the processes"),
         ("text", "the training text or the tokenizer differs between the processes"),
     ],
 )
-def test_a_difference_is_one_line(places: list[Path], tmp_path: Path, difference: str, message: str) -> None:
+def test_a_difference_is_one_line(
+    places: list[Path], tmp_path: Path, difference: str, message: str
+) -> None:
     job = Job(start, (difference, str(tmp_path / "out"), *map(str, places)), tmp_path / "logs", 2)
     assert job.wait(120) == [2, 2], job.text()
     assert len(job.complaints()) == 1, job.text()

@@ -26,7 +26,10 @@ def test_the_newest_whole_ones_are_kept(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5)
     assert [record.step for record in checkpoints.whole()] == [5, 2]
     save(checkpoints, 6)
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000005", "step-000006"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+        "step-000005",
+        "step-000006",
+    ]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_written_anew(checkpoints: Checkpoints) -> None:

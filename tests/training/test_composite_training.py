@@ -30,22 +30,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         make_student(folder)
         (folder / "student").rename(folder / "decoder")
         tokenizer = AutoTokenizer.from_pretrained(DEMO)
-        tokenizer.save_pretrained(make_wrapper("llava", folder / "student", vocabulary=len(tokenizer)))
+        tokenizer.save_pretrained(
+            make_wrapper("llava", folder / "student", vocabulary=len(tokenizer))
+        )
         yield folder
 
 
 def used_by_text(model: Any) -> set[str]:
     """The parameters that get a gradient from text."""
-    model.train()(input_ids=torch.arange(2, 14)[None], use_cache=False).logits.square().mean().backward()
+    model.train()(
+        input_ids=torch.arange(2, 14)[None], use_cache=False
+    ).logits.square().mean().backward()
     return {name for name, each in model.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in WRAPPER_TYPES]
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in WRAPPER_TYPES
+    ],
 )
 def test_what_is_trained_is_what_text_uses(kind: str, tmp_path: Path) -> None:
     folder = make_wrapper(kind, tmp_path / "model")
-    made = make_recipe({"model": str(folder), "data": "d", "output": str(tmp_path / "o"), "tokens": "10M"})
+    made = make_recipe(
+        {"model": str(folder), "data": "d", "output": str(tmp_path / "o"), "tokens": "10M"}
+    )
     model = load_student(made, folder)
     used = used_by_text(load_wrapper(folder))
     assert {name for name, each in model.named_parameters() if each.requires_grad} == used
@@ -54,7 +64,9 @@ def test_what_is_trained_is_what_text_uses(kind: str, tmp_path: Path) -> None:
     assert targets < used
 
 
-@pytest.mark.parametrize("keys", [{"weight_decay": 1.0}, {"lora": {"rank": 2}}], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "keys", [{"weight_decay": 1.0}, {"lora": {"rank": 2}}], ids=["weights", "adapters"]
+)
 def test_towers_stay_as_they_are(home: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
     run(home, tmp_path / "run", **keys, learning_rate=1e-2)
     before = load_file(home / "student" / "model.safetensors")
@@ -63,7 +75,11 @@ def test_towers_stay_as_they_are(home: Path, tmp_path: Path, keys: dict[str, Any
     for name, tensor in before.items():
         is_same = torch.equal(tensor, after[name])
         is_tower = "vision_tower" in name or "projector" in name
-        assert is_same if is_tower else not is_same or tensor.dim() == 1 or "embed" in name or "lm_head" in name, name
+        assert (
+            is_same
+            if is_tower
+            else not is_same or tensor.dim() == 1 or "embed" in name or "lm_head" in name
+        ), name
 
 
 @pytest.mark.slow
@@ -74,7 +90,9 @@ def test_two_processes_train_as_one_does(home: Path, tmp_path: Path, sharding: s
     job = Job(uptrain, (str(path),), tmp_path / "logs", 2)
     assert job.wait(120) == [0, 0], job.text()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    one, two = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")
+    )
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
 

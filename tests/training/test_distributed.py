@@ -19,7 +19,10 @@ from tests.helpers.ranks import Job
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("steps")
-    jobs = [Job(run_cases, (str(folder / "found"),), folder / str(number), number) for number in {*KINDS.values()}]
+    jobs = [
+        Job(run_cases, (str(folder / "found"),), folder / str(number), number)
+        for number in {*KINDS.values()}
+    ]
     for job in jobs:
         assert set(job.wait(120)) == {0}, job.text()
     return {kind: read(folder / f"found-{kind}.npz") for kind in KINDS}
@@ -27,7 +30,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("case", CASES)
-def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, Any]], kind: str, case: str) -> None:
+def test_processes_share_the_work_and_change_nothing(
+    found: dict[str, dict[str, Any]], kind: str, case: str
+) -> None:
     """Five samples with unequal numbers of labels on two processes: losses, gradients, their norm and the weights after
     two steps.
     """
@@ -42,27 +47,37 @@ def test_processes_share_the_work_and_change_nothing(found: dict[str, dict[str, 
             if value.dtype != bool
             else np.any(value ^ shared[name])
         )
-        if "/weight " in name:  # in their first steps AdamW divides gradients by their size, and makes much of little
+        if (
+            "/weight " in name
+        ):  # in their first steps AdamW divides gradients by their size, and makes much of little
             assert off <= (1e-2 if case == "bf16" else 1e-4), name
         else:  # sharding rounds activations between layers to bfloat16 as well
             assert off <= (5e-2 if case == "bf16" else 2e-6) * np.abs(value).max(), name
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_copied_adapters_are_merged_as_those_of_one_process(found: dict[str, dict[str, Any]], name: str) -> None:
+def test_copied_adapters_are_merged_as_those_of_one_process(
+    found: dict[str, dict[str, Any]], name: str
+) -> None:
     """After two steps from a checkpoint that one process reads, saving and restoring: losses, moments and the merged
     weights. Adapters are float32 beside fixed weights in bfloat16.
     """
     prefix = f"adapted {name}/"
     alone, shared = (
-        {key.removeprefix(prefix): value for key, value in found[kind].items() if key.startswith(prefix)}
+        {
+            key.removeprefix(prefix): value
+            for key, value in found[kind].items()
+            if key.startswith(prefix)
+        }
         for kind in ("single", "ddp")
     )
     assert alone.keys() == shared.keys()
     assert list(alone.pop("types")) == list(shared.pop("types")) == ["torch.float32"]
     assert abs(alone["moment"]) > 1e-4
     before = {key: value.numpy() for key, value in small_model("llama").state_dict().items()}
-    changed = {key for key, value in before.items() if np.abs(value - alone[f"merged {key}"]).max() > 1e-5}
+    changed = {
+        key for key, value in before.items() if np.abs(value - alone[f"merged {key}"]).max() > 1e-5
+    }
     assert changed == {key for key in before if "proj" in key}
     for key, value in alone.items():
         tolerance = 1e-6 if name == "exact" else 2e-2
@@ -75,5 +90,8 @@ def test_micro_batches_change_nothing(found: dict[str, dict[str, Any]]) -> None:
             for name, value in found[kind].items():
                 if name.startswith("llama/"):
                     np.testing.assert_allclose(
-                        found[kind][f"{case}/{name.removeprefix('llama/')}"], value, rtol=1e-4, atol=3e-5
+                        found[kind][f"{case}/{name.removeprefix('llama/')}"],
+                        value,
+                        rtol=1e-4,
+                        atol=3e-5,
                     )

@@ -24,7 +24,11 @@ from tests.helpers.uptrain_runs import MEASURED
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
 """What accelerate sets for fsdp2.yaml."""
 BY_TORCHRUN = {
     "WORLD_SIZE": "2",
@@ -60,17 +64,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(place: Path, output: Path, *overrides: str, processes: int = 2, **environment: str) -> Job:
+def start(
+    place: Path, output: Path, *overrides: str, processes: int = 2, **environment: str
+) -> Job:
     arguments = (str(place / "recipe.yaml"), f"output={output}", *overrides)
     logs = output.parent / f"{output.name}-logs"
-    return Job(uptrain, arguments, logs, processes, XDG_CACHE_HOME=str(place / "cache"), **environment)
+    return Job(
+        uptrain, arguments, logs, processes, XDG_CACHE_HOME=str(place / "cache"), **environment
+    )
 
 
 def result(output: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """The trained weights and the log without its times."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return (output / "model" / "model.safetensors").read_bytes(), [
-        {key: value for key, value in line.items() if key not in ("tokens_per_second", *MEASURED)} for line in lines
+        {key: value for key, value in line.items() if key not in ("tokens_per_second", *MEASURED)}
+        for line in lines
     ]
 
 
@@ -176,7 +185,11 @@ def uptrain_with_a_stale_view(hidden: str, *arguments: str) -> None:
                     if "step-000006" in str(path):
                         raise FileNotFoundError(path)
                     return original(path, *values, **options)
-                return [each for each in original(path, *values, **options) if "step-000006" not in each.name]
+                return [
+                    each
+                    for each in original(path, *values, **options)
+                    if "step-000006" not in each.name
+                ]
 
             patch.setattr(Path, name, stale)
         uptrain(*arguments)
@@ -194,7 +207,14 @@ def test_all_resume_where_the_first_process_does(
         shutil.rmtree(path)
     arguments = (hidden, str(place / "recipe.yaml"), f"output={output}")
     cache = str(place / "cache")
-    job = Job(uptrain_with_a_stale_view, arguments, tmp_path / "logs", 2, XDG_CACHE_HOME=cache, **environment)
+    job = Job(
+        uptrain_with_a_stale_view,
+        arguments,
+        tmp_path / "logs",
+        2,
+        XDG_CACHE_HOME=cache,
+        **environment,
+    )
     if hidden == "in the list":
         assert job.wait() == [0, 0], job.text()
         assert result(output) == result(reference)
@@ -215,7 +235,10 @@ def test_all_resume_where_the_first_process_does(
         ({"SLURM_STEP_NUM_TASKS": "4"}, "4 tasks were started"),
         (BY_TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks were started"),
         (BY_TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
-        (BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"}, "does not use the optimizer and checkpoints of DeepSpeed"),
+        (
+            BY_TORCHRUN | {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "does not use the optimizer and checkpoints of DeepSpeed",
+        ),
         (BY_TORCHRUN | FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "keeps parameters on the GPUs"),
         (BY_TORCHRUN | FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "gradient_checkpointing"),
     ],
@@ -232,7 +255,11 @@ def by_launcher(place: Path, output: Path, *launcher: str) -> "subprocess.Popen[
     """The command by a launcher that is a module of Python."""
     kept = ("PATH", "PYTHONPATH", "HOME", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
-    environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(place / "cache")}
+    environment |= {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(place / "cache"),
+    }
     run = ["-m", "gqa_convert", "uptrain", str(place / "recipe.yaml"), f"output={output}"]
     return subprocess.Popen(
         [sys.executable, "-m", *launcher, *run],

@@ -54,7 +54,9 @@ def test_operations_are_those_that_torch_counts(home: Path, tmp_path: Path) -> N
     assert 2 * whole * 4 / 3 < estimated(home, tmp_path / "run", **keys).flops < 2 * whole * 5 / 3
 
 
-def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(home: Path, tmp_path: Path) -> None:
+def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
+    home: Path, tmp_path: Path
+) -> None:
     path = recipe(home, tmp_path / "run", sharding="full")
     alone, shared = (estimate(path, [], gpus, "h100").memory for gpus in (1, 2))
     model, _ = load_model(home / "student", torch.float32)
@@ -64,14 +66,22 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(home: Path,
     sizes = {
         "weights": sum(each.nbytes for each in model.parameters()),
         "gradients": sum(each.grad.nbytes for each in model.parameters()),
-        "moments": sum(each.nbytes for state in steps.state.values() for name, each in state.items() if name != "step"),
+        "moments": sum(
+            each.nbytes
+            for state in steps.state.values()
+            for name, each in state.items()
+            if name != "step"
+        ),
     }
     for name, size in sizes.items():
         assert alone[name] == size
         assert shared[name] == size / 2
     layers = [sum(each.numel() for each in layer.parameters()) for layer in model.model.layers]
     outside = sum(each.numel() for each in model.parameters()) - sum(layers)
-    held, reduced = 2 * max(layers) + outside, max(layers) + outside  # weights, and gradients before and after a sum
+    held, reduced = (
+        2 * max(layers) + outside,
+        max(layers) + outside,
+    )  # weights, and gradients before and after a sum
     in_bf16 = estimate(path, ["precision=bf16"], 2, "h100").memory
     assert "gathered layers" not in alone
     assert shared["gathered layers"] == 4 * held + 8 * reduced
@@ -110,20 +120,32 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
         folder = tmp_path / source.replace("/", "-")
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(folders[source]))
-        stored = {"lm_head.weight": None} if folders[source].get("tie_word_embeddings") is False else {}
-        return SimpleNamespace(folder=folder, local_folder=folder, config=folders[source], entries=stored)
+        stored = (
+            {"lm_head.weight": None} if folders[source].get("tie_word_embeddings") is False else {}
+        )
+        return SimpleNamespace(
+            folder=folder, local_folder=folder, config=folders[source], entries=stored
+        )
 
     monkeypatch.setattr("gqa_convert.training.estimate.open_checkpoint", opened)
     found = estimate(path, [], known["gpus"], "h100")
     memory = re.search(r"^# memory +([\d.]+) GB (?:each )?\(estimate\)", text, re.MULTILINE)
-    time = re.search(r"^# time +([\d.]+) (hours|days) on H100 \(estimate: ([\d.]+e\d+) floating", text, re.MULTILINE)
+    time = re.search(
+        r"^# time +([\d.]+) (hours|days) on H100 \(estimate: ([\d.]+e\d+) floating",
+        text,
+        re.MULTILINE,
+    )
     assert memory is not None
     assert time is not None
     assert float(memory[1]) * 1e9 == pytest.approx(found.memory_needed, rel=0.1)
-    assert float(time[1]) * {"hours": 1, "days": 24}[time[2]] == pytest.approx(found.hours, rel=0.12)
+    assert float(time[1]) * {"hours": 1, "days": 24}[time[2]] == pytest.approx(
+        found.hours, rel=0.12
+    )
     assert float(time[3]) == pytest.approx(found.flops * found.steps, rel=0.05)
     assert (found.shards > 1) == ("fsdp2.yaml" in text)
-    assert found.memory_needed < 72e9  # what a GPU with 80 GB has, with a tenth for what is not counted
+    assert (
+        found.memory_needed < 72e9
+    )  # what a GPU with 80 GB has, with a tenth for what is not counted
 
 
 def test_the_command_line(home: Path, tmp_path: Path) -> None:

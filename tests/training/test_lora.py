@@ -18,7 +18,12 @@ from gqa_convert.training.recipe import make_recipe
 from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, run, weights
 
 IDS = torch.arange(24).reshape(2, 12)
-KEYS: dict[str, Any] = {"lora": {"rank": 4}, "schedule": "constant", "warmup_steps": 0, "tokens": 256}
+KEYS: dict[str, Any] = {
+    "lora": {"rank": 4},
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "tokens": 256,
+}
 """Four steps."""
 
 
@@ -51,7 +56,10 @@ class Trained:
         from torch.distributed.checkpoint import FileSystemReader
 
         newest = max((self.output / "checkpoints").glob("step-*"))
-        return {name.removeprefix("model.") for name in FileSystemReader(newest).read_metadata().state_dict_metadata}
+        return {
+            name.removeprefix("model.")
+            for name in FileSystemReader(newest).read_metadata().state_dict_metadata
+        }
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +80,9 @@ def test_only_adapters_change_and_are_saved(home: Path, trained: Trained) -> Non
     before = start_of(home)
     for name, parameter in trained.model.named_parameters():
         if "lora_" not in name:
-            torch.testing.assert_close(parameter, before[name.replace(".base_layer", "")], rtol=0, atol=0)
+            torch.testing.assert_close(
+                parameter, before[name.replace(".base_layer", "")], rtol=0, atol=0
+            )
     own = {name for name, each in trained.model.named_parameters() if each.requires_grad}
     assert own
     tensors = trained.saved()
@@ -87,8 +97,12 @@ def test_the_merged_checkpoint_computes_the_same(home: Path, trained: Trained) -
     before, after = start_of(home), load_file(trained.output / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "proj" in name}
-    assert {name: each.dtype for name, each in before.items()} == {name: each.dtype for name, each in after.items()}
-    record = json.loads((trained.output / "model" / "gqa_conversion.json").read_text())["uptraining"][-1]
+    assert {name: each.dtype for name, each in before.items()} == {
+        name: each.dtype for name, each in after.items()
+    }
+    record = json.loads((trained.output / "model" / "gqa_conversion.json").read_text())[
+        "uptraining"
+    ][-1]
     assert trained.summary["adapters"] == record["adapters"] == "LoRA of rank 4"
 
 
@@ -113,7 +127,9 @@ def test_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
         expected = tensor
         if "lm_head" not in name and "_proj" in name:
             expected = tensor + whole.model.get_submodule(module).get_delta_weight("default")
-        torch.testing.assert_close(after[name], expected.detach(), rtol=0, atol=0 if expected is tensor else 1e-6)
+        torch.testing.assert_close(
+            after[name], expected.detach(), rtol=0, atol=0 if expected is tensor else 1e-6
+        )
     Trained(home, tmp_path / "parts", **keys | {"tokens": 64})
     Trained(home, tmp_path / "parts", **keys)
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
@@ -128,10 +144,18 @@ def test_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_adapters_need(
-    missing: str | None, sharded: bool, error: type[GQAConvertError], message: str, monkeypatch: pytest.MonkeyPatch
+    missing: str | None,
+    sharded: bool,
+    error: type[GQAConvertError],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
-    stated = make_recipe({"model": "m", "output": "o", "data": "d", "tokens": 10**6, "lora": {"quantize": "nf4"}})
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == missing else object()
+    )
+    stated = make_recipe(
+        {"model": "m", "output": "o", "data": "d", "tokens": 10**6, "lora": {"quantize": "nf4"}}
+    )
 
     def begin() -> None:
         adapters.check_lora(stated.lora, sharded=sharded)

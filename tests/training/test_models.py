@@ -26,7 +26,9 @@ IDS = torch.arange(24).view(2, 12)
         (torch.float16, "cuda", torch.float16),
     ],
 )
-def test_the_teacher_is_loaded_to_be_asked_only(stored: Any, device: str, dtype: Any, tmp_path: Path) -> None:
+def test_the_teacher_is_loaded_to_be_asked_only(
+    stored: Any, device: str, dtype: Any, tmp_path: Path
+) -> None:
     """In its own type, but for a GPU in bfloat16 instead of float32, whatever the student is autocast to."""
     small_model("llama").to(stored).save_pretrained(tmp_path)
     teacher = load_frozen(tmp_path, device)
@@ -41,8 +43,14 @@ def test_the_teacher_is_loaded_to_be_asked_only(stored: Any, device: str, dtype:
 def checkpoint(folder: Path, tokens: list[str], size: int | None) -> Path:
     """A config and a word-level tokenizer."""
     folder.mkdir()
-    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=tokens[0]).save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {token: number for number, token in enumerate(tokens)}, unk_token=tokens[0]
+        )
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=tokens[0]
+    ).save_pretrained(folder)
     stated = {"model_type": "llama"} | ({} if size is None else {"vocab_size": size})
     (folder / "config.json").write_text(json.dumps(stated))
     return folder
@@ -59,7 +67,9 @@ def checkpoint(folder: Path, tokens: list[str], size: int | None) -> Path:
         (["a", "b"], 8, "token 2 is 'c' for the student"),
     ],
 )
-def test_vocabularies(tokens: list[str], size: int | None, message: str | None, tmp_path: Path) -> None:
+def test_vocabularies(
+    tokens: list[str], size: int | None, message: str | None, tmp_path: Path
+) -> None:
     student = checkpoint(tmp_path / "student", ["a", "b", "c"], 8)
     teacher = checkpoint(tmp_path / "teacher", tokens, size)
     if message is None:
@@ -78,7 +88,9 @@ RATES = {
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", RATES)
-def test_a_model_in_training_mode_computes_what_it_does_in_evaluation(kind: str, implementation: str) -> None:
+def test_a_model_in_training_mode_computes_what_it_does_in_evaluation(
+    kind: str, implementation: str
+) -> None:
     model = make_source_model(kind, **dict.fromkeys(RATES[kind], 0.1))
     model.set_attn_implementation(implementation)
     ids = torch.randint(3, 32, (2, 8))

@@ -26,23 +26,39 @@ def test_experts_without_a_token_have_gradients() -> None:
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(name: str) -> None:
     model = make_model(make_config("llama", attention_bias=True))
-    keys = {"model": "m", "output": "o", "data": "d", "tokens": "10M", "optimizer": name, "weight_decay": 0.1}
+    keys = {
+        "model": "m",
+        "output": "o",
+        "data": "d",
+        "tokens": "10M",
+        "optimizer": name,
+        "weight_decay": 0.1,
+    }
     optimizer = build_optimizer(model, make_recipe(keys))
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert {id(parameter) for parameter in grouped} == {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in grouped} == {
+        id(parameter) for parameter in model.parameters()
+    }
     assert len(grouped) == len(list(model.parameters()))
     for group in optimizer.param_groups:
-        assert {parameter.ndim >= 2 for parameter in group["params"]} == {group["weight_decay"] == 0.1}
+        assert {parameter.ndim >= 2 for parameter in group["params"]} == {
+            group["weight_decay"] == 0.1
+        }
 
 
 def test_adafactor_is_that_of_transformers() -> None:
     """Also for experts, which are stacked matrices, and with gradients of very different sizes."""
     random = torch.Generator().manual_seed(2)
-    ours = [nn.Parameter(3 * torch.randn(shape, generator=random)) for shape in ((13, 14), (6,), (3, 5, 7))]
+    ours = [
+        nn.Parameter(3 * torch.randn(shape, generator=random))
+        for shape in ((13, 14), (6,), (3, 5, 7))
+    ]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     optimizers = [
         Adafactor(ours, lr=1e-2, weight_decay=0.1),
-        TransformersAdafactor(theirs, lr=1e-2, weight_decay=0.1, scale_parameter=True, relative_step=False),
+        TransformersAdafactor(
+            theirs, lr=1e-2, weight_decay=0.1, scale_parameter=True, relative_step=False
+        ),
     ]
     for exponent in (-3, 0, 1, -6):
         for mine, other in zip(ours, theirs, strict=True):
@@ -96,21 +112,34 @@ def on_shards(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_adafactor_on_shards_is_that_on_whole_parameters_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_adafactor_on_shards_is_that_on_whole_parameters_and_goes_on_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     job = Job(on_shards, (str(tmp_path / "state"),), tmp_path / "logs", 2)
     assert job.wait(120) == [0, 0], job.text()
 
 
 def shares(schedule: str, steps: int, warmup: int, **keys: Any) -> list[float]:
     """The learning rates of all steps, where the peak is 1."""
-    stated = {"model": "m", "output": "o", "data": "d", "tokens": "10M", "learning_rate": 1, "schedule": schedule}
+    stated = {
+        "model": "m",
+        "output": "o",
+        "data": "d",
+        "tokens": "10M",
+        "learning_rate": 1,
+        "schedule": schedule,
+    }
     recipe = make_recipe(stated | {"warmup_steps": warmup} | keys)
     return [learning_rate(recipe, step, steps) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (7, 7), (10, 0), (100, 2), (1000, 999)])
-def test_warmup_rises_in_a_straight_line_and_nothing_rises_after_it(schedule: str, steps: int, warmup: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (7, 7), (10, 0), (100, 2), (1000, 999)]
+)
+def test_warmup_rises_in_a_straight_line_and_nothing_rises_after_it(
+    schedule: str, steps: int, warmup: int
+) -> None:
     found = shares(schedule, steps, warmup)
     assert found[:warmup] == pytest.approx([step / warmup for step in range(1, warmup + 1)])
     assert all(0 < value <= 1 for value in found)
@@ -121,7 +150,9 @@ def test_warmup_rises_in_a_straight_line_and_nothing_rises_after_it(schedule: st
 
 def test_cosine_is_half_a_period_and_wsd_falls_in_a_straight_line_at_the_end() -> None:
     assert shares("cosine", 110, 10, final_learning_rate=0.2)[59] == pytest.approx(0.6)
-    assert shares("cosine", 110, 10, final_learning_rate=0)[34] == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert shares("cosine", 110, 10, final_learning_rate=0)[34] == pytest.approx(
+        (1 + math.sqrt(0.5)) / 2
+    )
     found = shares("wsd", 100, 10, final_learning_rate=0, decay_share=0.2)
     assert found[9:80] == [1.0] * 71
     assert found[80:] == pytest.approx([(100 - step) / 20 for step in range(81, 101)])

@@ -116,7 +116,9 @@ BAD_DATA = {
 
 @pytest.mark.parametrize("written", BAD_DATA)
 def test_bad_data(written: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, LINES.replace("data: d", f"data: {written}")).startswith(BAD_DATA[written])
+    assert refusal(tmp_path, LINES.replace("data: d", f"data: {written}")).startswith(
+        BAD_DATA[written]
+    )
 
 
 BAD_YAML = {
@@ -138,7 +140,9 @@ def test_bad_yaml(text: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, text).startswith(BAD_YAML[text])
 
 
-@pytest.mark.parametrize("keys", [{}, {"alpha": 0.1}, {"pretraining_tokens": "1T"}, {"tokens": None}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"alpha": 0.1}, {"pretraining_tokens": "1T"}, {"tokens": None}]
+)
 def test_missing_budgets(keys: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=r"the budget is stated by .*: give tokens alone"):
         make(**{"tokens": "absent"} | keys)
@@ -151,7 +155,9 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         (tmp_path, "directory"),
         (tmp_path / "latin.yaml", "utf-8"),
     ):
-        with pytest.raises(RecipeError, match=rf"can't be read \(.*{problem}.*\): give the path of a YAML file"):
+        with pytest.raises(
+            RecipeError, match=rf"can't be read \(.*{problem}.*\): give the path of a YAML file"
+        ):
             read_recipe(path)
 
 
@@ -160,7 +166,9 @@ def test_output_must_lie_apart(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = str(tmp_path / "model")
     for output in (model, f"{model}/../model/", f"{model}/run", str(tmp_path)):
-        with pytest.raises(RecipeError, match=r"output .* and model .* are the same folder or nested"):
+        with pytest.raises(
+            RecipeError, match=r"output .* and model .* are the same folder or nested"
+        ):
             make(model=model, output=output)
     with pytest.raises(RecipeError, match="is a file"):
         make(model=model, output=str(tmp_path / "file"))
@@ -186,18 +194,28 @@ def test_overrides(tmp_path: Path) -> None:
     assert recipe.gradient_checkpointing
     assert recipe.gradient_clipping is None
     assert recipe.output == "x=y"
-    with pytest.raises(RecipeError, match="the override 'seed' has no value: write it as key=value"):
+    with pytest.raises(
+        RecipeError, match="the override 'seed' has no value: write it as key=value"
+    ):
         read_recipe(path, ["seed"])
 
 
 @given(st.integers(1, 10**7), st.integers(1, 10**5), st.integers(0, 10**10))
-def test_steps_are_the_fewest_that_hold_the_budget(tokens_per_step: int, tokens_per_sample: int, extra: int) -> None:
+def test_steps_are_the_fewest_that_hold_the_budget(
+    tokens_per_step: int, tokens_per_sample: int, extra: int
+) -> None:
     recipe = make(tokens=tokens_per_step + extra, tokens_per_step=tokens_per_step)
     samples = recipe.samples_per_step(tokens_per_sample)
     assert samples >= 1
-    assert samples == 1 or abs(samples * tokens_per_sample - tokens_per_step) * 2 <= tokens_per_sample
+    assert (
+        samples == 1 or abs(samples * tokens_per_sample - tokens_per_step) * 2 <= tokens_per_sample
+    )
     steps = recipe.steps(tokens_per_sample)
-    assert (steps - 1) * samples * tokens_per_sample < recipe.budget_tokens <= steps * samples * tokens_per_sample
+    assert (
+        (steps - 1) * samples * tokens_per_sample
+        < recipe.budget_tokens
+        <= steps * samples * tokens_per_sample
+    )
 
 
 def test_warmup() -> None:
@@ -225,8 +243,13 @@ def test_differences() -> None:
         "seed was 1 and is now 2",
     ]
     same = {"save_every": 7, "trackers": ["wandb"], "output": "elsewhere", "sharding": "full"}
-    assert recipe.differences(make(seed=1, **same, gradient_clipping=None, tokens="20M"), "never") == []
-    assert recipe.differences(make(seed=1, **same, gradient_clipping=None, tokens="20M"), "recorded", "budget") == [
+    assert (
+        recipe.differences(make(seed=1, **same, gradient_clipping=None, tokens="20M"), "never")
+        == []
+    )
+    assert recipe.differences(
+        make(seed=1, **same, gradient_clipping=None, tokens="20M"), "recorded", "budget"
+    ) == [
         "tokens was 10000000 and is now 20000000",
         "gradient_clipping was 1.0 and is now null",
     ]
@@ -238,11 +261,15 @@ def test_differences() -> None:
 
 def test_the_page_has_every_key_as_it_is_declared() -> None:
     script = ROOT / "docs" / "make_recipe_keys.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_objective_has_a_record_and_a_row() -> None:
     page = (ROOT / "docs" / "uptraining-reference.md").read_text(encoding="utf-8")
     for name in OBJECTIVES:
-        assert f"\n| `{name}` |" in page, f"docs/uptraining-reference.md: the table of objectives has no row for {name}"
+        assert f"\n| `{name}` |" in page, (
+            f"docs/uptraining-reference.md: the table of objectives has no row for {name}"
+        )

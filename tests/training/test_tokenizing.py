@@ -84,7 +84,9 @@ def test_a_stream_is_tokenised_as_far_as_the_run_needs_it(
     assert uptrain_checkpoint(path, ["tokens=128"]).steps == 2  # type: ignore[union-attr]
 
 
-def test_a_stopped_command_continues(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_command_continues(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, made = recipe(home, tmp_path / "run"), [0]
     encode = TextEncoder.encode
 
@@ -96,7 +98,9 @@ def test_a_stopped_command_continues(home: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(TextEncoder, "encode", counted)
     stops_at = 4
-    with pytest.raises(StoppedError, match=r"stopped by SIGTERM: what is ready is kept, run the same command again"):
+    with pytest.raises(
+        StoppedError, match=r"stopped by SIGTERM: what is ready is kept, run the same command again"
+    ):
         tokenize_recipe(path)
     made[0], stops_at = 0, 0
     tokenize_recipe(path)
@@ -156,13 +160,23 @@ def test_a_run_resumes_on_the_commit_that_it_began_with(
     hub.commit = moved
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     summary = run(home, output, data="org/some", tokens=256)
-    assert (summary["steps"], summary["changes"]) == (4, ["from step 3: tokens was 128 and is now 256"])
+    assert (summary["steps"], summary["changes"]) == (
+        4,
+        ["from step 3: tokens was 128 and is now 256"],
+    )
     record = json.loads((output / "model" / "gqa_conversion.json").read_text())
     assert record["uptraining"][-1]["recipe"]["data"][0]["revision"] == OLD
 
 
 def test_evaluation_data_keep_their_commit(home: Path, hub: Hub, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"data": str(home / "text.txt"), "evaluation_data": "org/some", "evaluation_tokens": 200}
+    keys: dict[str, Any] = {
+        "data": str(home / "text.txt"),
+        "evaluation_data": "org/some",
+        "evaluation_tokens": 200,
+    }
     first = run(home, tmp_path / "run", tokens=128, **keys)
     hub.commit = NEW
-    assert run(home, tmp_path / "run", tokens=256, **keys)["evaluation"]["start"] == first["evaluation"]["start"]
+    assert (
+        run(home, tmp_path / "run", tokens=256, **keys)["evaluation"]["start"]
+        == first["evaluation"]["start"]
+    )

@@ -33,7 +33,17 @@ from tests.helpers import seq2seq
 from tests.helpers.data_helpers import open_samples, span_tokenizer
 from tests.helpers.largest import LargestWith
 from tests.helpers.tiny import make_checkpoint
-from tests.helpers.uptrain_runs import DEMO, STEPS, in_float32, leftovers, losses, metrics, run, student_home, weights
+from tests.helpers.uptrain_runs import (
+    DEMO,
+    STEPS,
+    in_float32,
+    leftovers,
+    losses,
+    metrics,
+    run,
+    student_home,
+    weights,
+)
 from tests.helpers.verification import save_tokenizer
 
 
@@ -49,7 +59,9 @@ def t5(home: Path) -> Path:
     seq2seq.model(home / "t5", "t5", span_tokenizer())
     convert_checkpoint(home / "t5", home / "t5-gqa", 4, ConversionOptions(method="mean"))
     rng = np.random.default_rng(0)
-    (home / "words.txt").write_text("\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100)))
+    (home / "words.txt").write_text(
+        "\n".join(" ".join(f"w{n}" for n in rng.integers(0, 500, 40)) for _ in range(100))
+    )
     return home / "t5-gqa"
 
 
@@ -91,7 +103,11 @@ def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
     assert found["recovered_share"] == pytest.approx(
         (found["start"] - found["final"]) / (found["start"] - found["source"])
     )
-    assert (summary["alpha"], summary["final_loss"], summary["steps"]) == (0.1, lines[-1]["loss"], STEPS)
+    assert (summary["alpha"], summary["final_loss"], summary["steps"]) == (
+        0.1,
+        lines[-1]["loss"],
+        STEPS,
+    )
 
 
 def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None:
@@ -104,7 +120,10 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
         if path.name not in ("model.safetensors", "gqa_conversion.json"):
             assert (made / path.name).read_bytes() == path.read_bytes(), path.name
     assert {path.name for path in made.iterdir()} == {path.name for path in student.iterdir()}
-    with safe_open(student / "model.safetensors", "pt") as before, safe_open(made / "model.safetensors", "pt") as after:
+    with (
+        safe_open(student / "model.safetensors", "pt") as before,
+        safe_open(made / "model.safetensors", "pt") as after,
+    ):
         assert set(before.keys()) == set(after.keys())
         for name in before.keys():  # noqa: SIM118
             old, new = before.get_tensor(name), after.get_tensor(name)
@@ -120,15 +139,22 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
 
     run(home, tmp_path / "second", model=str(made), tokens=64, save_every=1)
     again = json.loads((tmp_path / "second" / "model" / "gqa_conversion.json").read_text())
-    assert (again["uptraining_tokens"], [each["tokens"] for each in again["uptraining"]]) == (448, [384, 64])
+    assert (again["uptraining_tokens"], [each["tokens"] for each in again["uptraining"]]) == (
+        448,
+        [384, 64],
+    )
     for folder, written in ((made, record), (tmp_path / "second" / "model", again)):
         raw = (folder / "model.safetensors").read_bytes()
         assert written["result"] == {
-            "files": {"model.safetensors": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
+            "files": {
+                "model.safetensors": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+            }
         }
 
 
-def test_a_broken_record_of_the_conversion_is_found_before_training(home: Path, tmp_path: Path) -> None:
+def test_a_broken_record_of_the_conversion_is_found_before_training(
+    home: Path, tmp_path: Path
+) -> None:
     student = shutil.copytree(home / "student", tmp_path / "student")
     (student / "gqa_conversion.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"gqa_conversion\.json"):
@@ -141,7 +167,9 @@ def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
 
     run(home, tmp_path / "run", tokens=64)
     tokenizer = AutoTokenizer.from_pretrained(home / "student")
-    samples = open_samples([str(home / "text.txt")], tokenizer, objective="causal", sequence_length=32)
+    samples = open_samples(
+        [str(home / "text.txt")], tokenizer, objective="causal", sequence_length=32
+    )
     batch = samples.batch([0, 1])
     whole = torch.from_numpy(np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1))
     model, _ = load_model(home / "student", torch.float32)
@@ -167,15 +195,25 @@ def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, pl
     model.resize_token_embeddings(largest)
     model.save_pretrained(tmp_path / "smaller")
     tokenizer.save_pretrained(tmp_path / "smaller")
-    with pytest.raises(DataError, match=rf"the text has token {largest}, and .*smaller has embeddings of {largest} "):
+    with pytest.raises(
+        DataError,
+        match=rf"the text has token {largest}, and .*smaller has embeddings of {largest} ",
+    ):
         run(home, tmp_path / "run", **keys | {"model": str(tmp_path / "smaller")})
     if place == "teacher":
-        keys |= {"model": str(home / "student"), "teacher": str(tmp_path / "small"), "data": str(home / "text.txt")}
+        keys |= {
+            "model": str(home / "student"),
+            "teacher": str(tmp_path / "small"),
+            "data": str(home / "text.txt"),
+        }
         tokenizer.save_pretrained(shutil.copytree(home / "student", tmp_path / "student"))
         keys["model"] = str(tmp_path / "student")
     else:
         keys[place] = str(home / "text.txt")
-    with pytest.raises(DataError, match=rf"the text has token \d+, and .*small has embeddings of {largest + 1} tokens"):
+    with pytest.raises(
+        DataError,
+        match=rf"the text has token \d+, and .*small has embeddings of {largest + 1} tokens",
+    ):
         run(home, tmp_path / "run", **keys)
     assert not (tmp_path / "run").exists()
 
@@ -211,8 +249,16 @@ def test_a_student_that_is_its_teacher_learns_nothing(home: Path, tmp_path: Path
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "span corruption": {"model": "t5-gqa", "data": "words.txt", "optimizer": "adafactor", "gradient_clipping": None},
-    "sources": {"data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}], "teacher": str(DEMO)},
+    "span corruption": {
+        "model": "t5-gqa",
+        "data": "words.txt",
+        "optimizer": "adafactor",
+        "gradient_clipping": None,
+    },
+    "sources": {
+        "data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}],
+        "teacher": str(DEMO),
+    },
     "all at once": {
         "teacher": str(DEMO),
         "distillation_weight": 0.5,
@@ -242,36 +288,57 @@ def test_an_option_trains_and_resumes_bit_for_bit(
     lines = metrics(tmp_path / "run")
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert ("kl" in lines[0]) == ("teacher" in keys)
-    assert ("lm" in lines[0]) == (keys.get("distillation_weight") is not None or "teacher" not in keys)
+    assert ("lm" in lines[0]) == (
+        keys.get("distillation_weight") is not None or "teacher" not in keys
+    )
 
 
 def test_mistakes_are_found_before_anything_is_trained(
     home: Path, t5: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecipeError, match=r"objective is span_corruption .* is a decoder-only model"):
+    with pytest.raises(
+        RecipeError, match=r"objective is span_corruption .* is a decoder-only model"
+    ):
         run(home, tmp_path / "run", objective="span_corruption")
     with pytest.raises(RecipeError, match=r"objective is causal .* is an encoder-decoder"):
         run(home, tmp_path / "run", model=str(t5), objective="causal")
-    with pytest.raises(RecipeError, match=r"sequence_length is 1000000 .* has positions for \d+: lower it"):
-        run(home, tmp_path / "run", sequence_length=1_000_000, tokens_per_step=1_000_000, tokens=1_000_000)
-    with pytest.raises(RecipeError, match="is an encoder-decoder and the other is not: name the source of model"):
+    with pytest.raises(
+        RecipeError, match=r"sequence_length is 1000000 .* has positions for \d+: lower it"
+    ):
+        run(
+            home,
+            tmp_path / "run",
+            sequence_length=1_000_000,
+            tokens_per_step=1_000_000,
+            tokens=1_000_000,
+        )
+    with pytest.raises(
+        RecipeError, match="is an encoder-decoder and the other is not: name the source of model"
+    ):
         run(home, tmp_path / "run", teacher=str(t5))
     other = make_checkpoint("llama", tmp_path / "other")
     save_tokenizer(other)
-    with pytest.raises(RecipeError, match="distillation needs a teacher with the student's vocabulary"):
+    with pytest.raises(
+        RecipeError, match="distillation needs a teacher with the student's vocabulary"
+    ):
         run(home, tmp_path / "run", teacher=str(other))
     with pytest.raises(OutputError, match=r"config\.json exists and was not written by a run"):
         run(home, other)
-    missing = next(name for name in ("aim", "swanlab", "clearml") if importlib.util.find_spec(name) is None)
+    missing = next(
+        name for name in ("aim", "swanlab", "clearml") if importlib.util.find_spec(name) is None
+    )
     with pytest.raises(
-        MissingExtraError, match=f"trackers names {missing}, which is not installed: pip install {missing}"
+        MissingExtraError,
+        match=f"trackers names {missing}, which is not installed: pip install {missing}",
     ):
         run(home, tmp_path / "run", trackers=[missing])
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((home / "student" / name).read_bytes())
-    with pytest.raises(CorruptCheckpointError, match=r"the tokenizer of .*bare can't be loaded by transformers"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"the tokenizer of .*bare can't be loaded by transformers"
+    ):
         run(home, tmp_path / "run", model=str(bare))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -283,9 +350,15 @@ def test_mistakes_are_found_before_anything_is_trained(
         run(home, tmp_path / "run")
 
 
-def test_steps_are_those_of_whole_logits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_those_of_whole_logits(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In training and in evaluation, of the student and of the teacher, no logits of a whole micro-batch are made."""
-    keys: dict[str, Any] = {"tokens": 2 * 64, "micro_batch_size": 2, "evaluation_data": str(home / "other.txt")}
+    keys: dict[str, Any] = {
+        "tokens": 2 * 64,
+        "micro_batch_size": 2,
+        "evaluation_data": str(home / "other.txt"),
+    }
     keys |= {"teacher": str(DEMO), "distillation_weight": 0.6, "evaluate_every": 1, "z_loss": 1e-3}
     keys |= {"evaluation_tokens": 4 * 64}
     monkeypatch.setattr(distillation, "_POSITIONS", 24)
@@ -294,7 +367,9 @@ def test_steps_are_those_of_whole_logits(home: Path, tmp_path: Path, monkeypatch
     assert largest.rows == 24  # of the bundled model's logits
     monkeypatch.setattr(models, "remove_output_layer", lambda model, inputs: False)
     run(home, tmp_path / "whole", **keys)
-    for found, expected in zip(metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True):
+    for found, expected in zip(
+        metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True
+    ):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -316,10 +391,14 @@ class Remembering(accelerate.tracking.GeneralTracker):
         self.seen.append((step, values))
 
 
-def test_the_numbers_of_a_step_reach_a_tracker(home: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_numbers_of_a_step_reach_a_tracker(
+    home: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda names, *_: names)
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
     run(home, tmp_path / "run", trackers=["tensorboard"], tokens=128)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert Remembering.seen == [(line.pop("step"), line) for line in lines]
     assert [step for step, _ in Remembering.seen] == [1, 2]

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.errors import DataError, DivergedError, NoSpaceError, OutputError, ResumeError, StoppedError
+from gqa_convert.errors import (
+    DataError,
+    DivergedError,
+    NoSpaceError,
+    OutputError,
+    ResumeError,
+    StoppedError,
+)
 from gqa_convert.processes import taking_part
 from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.run import Run
@@ -51,7 +58,10 @@ def assert_same(output: Path, whole: Path) -> None:
     assert metrics(output) == metrics(whole)
     assert weights(output) == weights(whole)
     assert leftovers(output) == []
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
+        "step-000004",
+        "step-000006",
+    ]
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["steps"], summary["tokens"]) == (STEPS, STEPS * 64)
 
@@ -94,7 +104,9 @@ def test_killed_at_any_file_event_and_run_again(home: Path, whole: Path, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_at_the_end_of_the_step(home: Path, whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_at_the_end_of_the_step(
+    home: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     output = tmp_path / "run"
 
     def signalled() -> None:
@@ -156,7 +168,10 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
     assert weights(output) == weights(tmp_path / "at once")
     summary = json.loads((output / "summary.json").read_text())
     assert summary["changes"] == ["from step 4: tokens was 192 and is now 384"]
-    assert json.loads((output / "model" / "gqa_conversion.json").read_text())["uptraining_tokens"] == 384
+    assert (
+        json.loads((output / "model" / "gqa_conversion.json").read_text())["uptraining_tokens"]
+        == 384
+    )
     with pytest.raises(ResumeError, match="the budget was 384 tokens and is now 192"):
         run(home, output, **keys, tokens=192)
     shutil.rmtree(output / "checkpoints")
@@ -177,7 +192,9 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Run, "log", write)
 
 
-def test_a_larger_budget_warms_up_no_longer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_budget_warms_up_no_longer(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "run"
     keys = {"schedule": "constant", "learning_rate": 1e-4}
     for step, steps in ((1, 100), (2, 150), (3, 300)):  # warm-ups of 2, 3 and 6 steps
@@ -189,10 +206,18 @@ def test_a_larger_budget_warms_up_no_longer(home: Path, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_larger_budget_does_not_raise_the_learning_rate(home: Path, tmp_path: Path, schedule: str) -> None:
+def test_a_larger_budget_does_not_raise_the_learning_rate(
+    home: Path, tmp_path: Path, schedule: str
+) -> None:
     """It stays where it had fallen to until the longer schedule falls below; with 0 nothing would be learned."""
     output = tmp_path / "run"
-    keys = {"schedule": schedule, "warmup_steps": 0, "tokens_per_step": 64, "decay_share": 0.5, "learning_rate": 1e-3}
+    keys = {
+        "schedule": schedule,
+        "warmup_steps": 0,
+        "tokens_per_step": 64,
+        "decay_share": 0.5,
+        "learning_rate": 1e-3,
+    }
     run(home, output, **keys, tokens=64 * 4)
     run(home, output, **keys, tokens=64 * 6)
     run(home, output, **keys, tokens=64 * 8)
@@ -200,7 +225,9 @@ def test_a_larger_budget_does_not_raise_the_learning_rate(home: Path, tmp_path: 
     assert all(after <= before for before, after in itertools.pairwise(rates))
     assert rates[3:] == pytest.approx([1e-4] * 5)
     run(home, tmp_path / "zero", **keys, tokens=64 * 2, final_learning_rate=0)
-    with pytest.raises(ResumeError, match="has fallen to 0, so that more tokens would change nothing"):
+    with pytest.raises(
+        ResumeError, match="has fallen to 0, so that more tokens would change nothing"
+    ):
         run(home, tmp_path / "zero", **keys, tokens=64 * 4, final_learning_rate=0)
 
 
@@ -217,14 +244,21 @@ def test_an_unfinished_run_with_a_larger_budget_goes_on_falling(
                 run(home, output, **keys, tokens=64 * (4 if step == 3 else 8))
     run(home, output, **keys, tokens=64 * 8)
     expected = [1 - 0.9 * (1 - math.cos(math.pi * step / 4)) / 2 for step in (1, 2, 3)]
-    expected += [min(expected[2], 1 - 0.9 * (1 - math.cos(math.pi * step / 8)) / 2) for step in (4, 5, 6, 7, 8)]
-    assert [line["learning_rate"] for line in metrics(output)] == pytest.approx([1e-3 * share for share in expected])
+    expected += [
+        min(expected[2], 1 - 0.9 * (1 - math.cos(math.pi * step / 8)) / 2)
+        for step in (4, 5, 6, 7, 8)
+    ]
+    assert [line["learning_rate"] for line in metrics(output)] == pytest.approx(
+        [1e-3 * share for share in expected]
+    )
 
 
 def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    with pytest.raises(ResumeError, match=r"seed was 0 and is now 1; z_loss was 0.0 and is now 0.1; restore"):
+    with pytest.raises(
+        ResumeError, match=r"seed was 0 and is now 1; z_loss was 0.0 and is now 0.1; restore"
+    ):
         run(home, output, z_loss=0.1, seed=1)
     text = tmp_path / "text.txt"
     text.write_text((home / "text.txt").read_text())
@@ -235,7 +269,9 @@ def test_changed_recipes_and_texts_are_refused(home: Path, whole: Path, tmp_path
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "record"])
-def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    whole: Path, tmp_path: Path, damage: str
+) -> None:
     output = tmp_path / "run"
     shutil.copytree(whole, output)
     (output / "summary.json").unlink()
@@ -248,7 +284,11 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(whole: Path, tmp_path: Path, 
     else:
         os.truncate(newest / "run.json", 100)
     said: list[str] = []
-    uptrain_checkpoint(whole.with_suffix(".yaml"), [f"output={output}", "keep_checkpoints=1"], on_message=said.append)
+    uptrain_checkpoint(
+        whole.with_suffix(".yaml"),
+        [f"output={output}", "keep_checkpoints=1"],
+        on_message=said.append,
+    )
     assert any("step-000006 is damaged" in line for line in said)
     assert any("resuming from" in line and "step-000004" in line for line in said)
     assert weights(output) == weights(whole)
@@ -280,7 +320,9 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(
     assert weights(tmp_path / "saved") == weights(tmp_path / "unsaved")
 
 
-def test_a_step_without_a_finite_loss_is_skipped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_a_finite_loss_is_skipped(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nan_at(monkeypatch, {3, 4})
     said: list[str] = []
     output = tmp_path / "run"
@@ -289,7 +331,14 @@ def test_a_step_without_a_finite_loss_is_skipped(home: Path, tmp_path: Path, mon
     lines = metrics(output)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert ["loss" in line for line in lines] == [True, True, False, False, True, True]
-    assert [line.get("skipped", False) for line in lines] == [False, False, True, True, False, False]
+    assert [line.get("skipped", False) for line in lines] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert json.loads((output / "summary.json").read_text())["skipped_steps"] == 2
     assert sum("not finite" in line for line in said) == 2
 
@@ -301,7 +350,8 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     output = tmp_path / "run"
     keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
     with pytest.raises(
-        DivergedError, match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
+        DivergedError,
+        match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate",
     ):
         run(home, output, **keys)
     saved = sorted(path.name for path in (output / "checkpoints").iterdir())
@@ -317,9 +367,17 @@ def test_a_run_does_not_go_on_with_other_inputs(home: Path, tmp_path: Path) -> N
     held_out, model = tmp_path / "held-out.txt", tmp_path / "model"
     held_out.write_text((home / "other.txt").read_text())
     shutil.copytree(home / "student", model)
-    keys = {"model": str(model), "evaluation_data": str(held_out), "schedule": "constant", "warmup_steps": 0}
+    keys = {
+        "model": str(model),
+        "evaluation_data": str(held_out),
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }
     run(home, tmp_path / "run", **keys, tokens=2 * 64)
-    for changed, name in ((held_out, "the evaluation data"), (model / "model.safetensors", "the checkpoint of model")):
+    for changed, name in (
+        (held_out, "the evaluation data"),
+        (model / "model.safetensors", "the checkpoint of model"),
+    ):
         before = changed.read_bytes()
         middle, other = len(before) // 2, b"def f(): pass\n" * (len(before) // 40)
         changed.write_bytes(before[:middle] + other + before[middle + len(other) :])
@@ -358,7 +416,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("only root may mount file systems")
     yield folder
@@ -377,7 +437,9 @@ CHECKPOINT = 27
     ("size", "saved"),
     [(1, []), (CHECKPOINT // 2, []), (CHECKPOINT * 3 // 2, [2]), (CHECKPOINT * 5 // 2, [2, 4])],
 )
-def test_a_full_disk_leaves_what_is_there(home: Path, whole: Path, disk: Path, size: int, saved: list[int]) -> None:
+def test_a_full_disk_leaves_what_is_there(
+    home: Path, whole: Path, disk: Path, size: int, saved: list[int]
+) -> None:
     remount(disk, f"size={size}m")
     output = disk / "run"
     with pytest.raises(NoSpaceError, match="is full: make room and run the same command again"):

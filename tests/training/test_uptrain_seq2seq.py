@@ -24,7 +24,9 @@ from tests.helpers.selection import slow_but
 from tests.helpers.seq2seq import bart_tokenizer, model, write_pairs
 from tests.helpers.uptrain_runs import losses, metrics, run, weights
 
-SEQ2SEQ = sorted(kind for kind, sizes in SIZES.items() if "encoder_layers" in sizes or "d_kv" in sizes)
+SEQ2SEQ = sorted(
+    kind for kind, sizes in SIZES.items() if "encoder_layers" in sizes or "d_kv" in sizes
+)
 LANGUAGE_CODES = ("mbart", "plbart")
 """Whose decoders begin with the last token of the target: their own tokenizers put the language there."""
 
@@ -59,7 +61,8 @@ def tokenizer_for(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", slow_but(("bart", "marian", "mbart", "t5"), [kind for kind in SEQ2SEQ if kind != "whisper"])
+    "kind",
+    slow_but(("bart", "marian", "mbart", "t5"), [kind for kind in SEQ2SEQ if kind != "whisper"]),
 )
 def test_the_loss_on_pairs_is_that_of_transformers(home: Path, tmp_path: Path, kind: str) -> None:
     """`model(input_ids, attention_mask, labels)`, which shifts the labels by itself; also for the converted model's own
@@ -67,21 +70,36 @@ def test_the_loss_on_pairs_is_that_of_transformers(home: Path, tmp_path: Path, k
     """
     folder = home / "bart-gqa" if kind == "bart" else converted(tmp_path, kind, tokenizer_for(kind))
     data = pairs(home)
-    run(home, tmp_path / "run", model=str(folder), data=data, tokens=300, tokens_per_step=200, micro_batch_size=3)
+    run(
+        home,
+        tmp_path / "run",
+        model=str(folder),
+        data=data,
+        tokens=300,
+        tokens_per_step=200,
+        micro_batch_size=3,
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     own, _ = load_model(folder, torch.float32)
     stock = AutoModelForSeq2SeqLM.from_pretrained(folder.parent / kind)
     config = stock.config
     start, last = config.decoder_start_token_id, kind in LANGUAGE_CODES
     samples = open_samples(
-        [data], tokenizer, objective="pairs", sequence_length=64, decoder_start=start, starts_with_last=last
+        [data],
+        tokenizer,
+        objective="pairs",
+        sequence_length=64,
+        decoder_start=start,
+        starts_with_last=last,
     )
     count = round(200 / float(samples.tokens_per_sample))
     batch = {name: torch.from_numpy(array) for name, array in samples.batch(range(count)).items()}
     shifted = batch.pop("decoder_input_ids")
     real = batch["labels"] != -100
     with torch.no_grad():
-        assert losses(tmp_path / "run")[0] == pytest.approx(float(own.eval()(**batch).loss), rel=2e-5)
+        assert losses(tmp_path / "run")[0] == pytest.approx(
+            float(own.eval()(**batch).loss), rel=2e-5
+        )
         assert torch.equal(shifted_by_transformers(stock, batch["labels"])[real], shifted[real])
 
 
@@ -90,14 +108,24 @@ def shifted_by_transformers(model: Any, labels: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = model.prepare_decoder_input_ids_from_labels(labels)
         return found
     shift = sys.modules[type(model).__module__].shift_tokens_right
-    moved: torch.Tensor = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    moved: torch.Tensor = shift(
+        labels, model.config.pad_token_id, model.config.decoder_start_token_id
+    )
     return moved
 
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_is_uninterrupted(home: Path, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model": str(home / "bart-gqa"), "data": pairs(home), "evaluate_every": 1}
-    keys |= {"evaluation_data": pairs(home, "held-out"), "evaluation_tokens": 200, "warmup_steps": 0}
+    keys: dict[str, Any] = {
+        "model": str(home / "bart-gqa"),
+        "data": pairs(home),
+        "evaluate_every": 1,
+    }
+    keys |= {
+        "evaluation_data": pairs(home, "held-out"),
+        "evaluation_tokens": 200,
+        "warmup_steps": 0,
+    }
     keys |= {"teacher": str(home / "bart"), "distillation_weight": 0.5, "schedule": "constant"}
     run(home, tmp_path / "run", **keys, tokens=192)
     summary = run(home, tmp_path / "run", **keys)

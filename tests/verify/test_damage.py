@@ -56,7 +56,9 @@ def filled(name: str, value: float) -> Damage:
     return change(name, lambda tensor: torch.full_like(tensor, value))
 
 
-def scale(name: str, by: float = 1.05, first: int = 0, last: int | None = None, axis: int = 0) -> Damage:
+def scale(
+    name: str, by: float = 1.05, first: int = 0, last: int | None = None, axis: int = 0
+) -> Damage:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         tensor.narrow(axis, first, (tensor.shape[axis] if last is None else last) - first).mul_(by)
         return tensor
@@ -108,7 +110,9 @@ def write(name: str, content: bytes | str) -> Damage:
 
 
 def delete(*patterns: str) -> Damage:
-    return lambda out, _: [path.unlink() for pattern in patterns for path in sorted(out.glob(pattern))]
+    return lambda out, _: [
+        path.unlink() for pattern in patterns for path in sorted(out.glob(pattern))
+    ]
 
 
 def truncate(out: Path, _: Path) -> None:
@@ -133,7 +137,9 @@ def misplace(out: Path, _: Path) -> None:
 
 def inside(file: str, key: str, **changes: Any) -> Damage:
     """Change entries of an object in a file."""
-    return lambda out, _: edit_json(out / file, **{key: json.loads((out / file).read_text())[key] | changes})
+    return lambda out, _: edit_json(
+        out / file, **{key: json.loads((out / file).read_text())[key] | changes}
+    )
 
 
 def claim_source_hash(out: Path, _: Path) -> None:
@@ -170,8 +176,16 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "a bit of a key": (LLAMA, change(KEY, flip(8)), MERGED),
     "a bit of a key bias": (("qwen2", 3, "first"), change(f"{STEM}.k_proj.bias", flip(4)), MERGED),
     "a bit of a shared norm": (("olmo2", 3), change(f"{STEM}.k_norm.weight", flip(9)), MERGED),
-    "a bit of a head's norm": (("cohere", 3, "first"), change(f"{STEM}.k_norm.weight", flip(2)), MERGED),
-    "a bit of a listed norm": (("stablelm", 3), change(f"{STEM}.k_layernorm.norms.1.weight", flip(0)), MERGED),
+    "a bit of a head's norm": (
+        ("cohere", 3, "first"),
+        change(f"{STEM}.k_norm.weight", flip(2)),
+        MERGED,
+    ),
+    "a bit of a listed norm": (
+        ("stablelm", 3),
+        change(f"{STEM}.k_layernorm.norms.1.weight", flip(0)),
+        MERGED,
+    ),
     "a bit of a fused query": (("phi3", 3), change(f"{STEM}.qkv_proj.weight", flip(95)), MERGED),
     "a bit of a fused value": (("phi3", 3), change(f"{STEM}.qkv_proj.weight", flip(-1)), MERGED),
     "a bit of a column": (("gpt2", 4), change(f"{GPT2}.c_attn.weight", flip(40)), MERGED),
@@ -181,20 +195,48 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # heads
     "swapped heads": (LLAMA, exchange(KEY, 0, 1, 8), MERGED),
     "five heads": (LLAMA, five_heads, {"heads"}),
-    "one layer with all heads": (LLAMA, change(KEY, lambda t: t.repeat_interleave(4, dim=0)), MERGED),
+    "one layer with all heads": (
+        LLAMA,
+        change(KEY, lambda t: t.repeat_interleave(4, dim=0)),
+        MERGED,
+    ),
     "query heads swapped": (FUSED, exchange(NEOX, 0, 1, 8), MERGED),
-    "keys and values of cross-attention": (CROSSED, exchange(f"{CROSS}.c_attn.weight", 0, 1, 32, 1), MERGED),
-    "bias not merged": (("opt", 4), lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)), MERGED),
+    "keys and values of cross-attention": (
+        CROSSED,
+        exchange(f"{CROSS}.c_attn.weight", 0, 1, 32, 1),
+        MERGED,
+    ),
+    "bias not merged": (
+        ("opt", 4),
+        lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)),
+        MERGED,
+    ),
     "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
-    "encoder left alone, changed": (("bart", 4), change(f"{BART}.k_proj.weight", flip(95)), UNTOUCHED),
+    "encoder left alone, changed": (
+        ("bart", 4),
+        change(f"{BART}.k_proj.weight", flip(95)),
+        UNTOUCHED,
+    ),
     "encoder converted, changed": (ENCODED, change(f"{BART}.k_proj.bias", flip(0)), MERGED),
-    "encoder of another count": (ENCODED, change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()), MERGED),
+    "encoder of another count": (
+        ENCODED,
+        change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()),
+        MERGED,
+    ),
     # rewritten sources
     "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
     "folded bias off": (("neox", 3), nudge(SIGNED, 1e-5), UNTOUCHED),
-    "gain of the neutral norm": (("neox", 3), scale("model.layers.1.input_layernorm.weight", 1.001), UNTOUCHED),
+    "gain of the neutral norm": (
+        ("neox", 3),
+        scale("model.layers.1.input_layernorm.weight", 1.001),
+        UNTOUCHED,
+    ),
     "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
-    "rotary base": (("neox", 3), inside("config.json", "rope_parameters", rope_theta=501.0), CONFIG),
+    "rotary base": (
+        ("neox", 3),
+        inside("config.json", "rope_parameters", rope_theta=501.0),
+        CONFIG,
+    ),
     "rotary scaling for old clients": (("neox, tied", 3), config(rope_scaling=None), CONFIG),
     "SOURCE's type": (("neox", 3), config(model_type="gpt_neox"), {"heads"}),
     "multi-query": (("gpt2 as gpt_bigcode", 1), config(multi_query=False), CONFIG),
@@ -216,7 +258,11 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "no weights": (LLAMA, delete("*.safetensors*"), FILES),
     "index names another file": (LLAMA, misplace, FILES),
     "index is no JSON": (LLAMA, write("model.safetensors.index.json", "{"), FILES),
-    "changed tokenizer": (LLAMA, lambda out, _: edit_json(out / "tokenizer.json", version="2"), CARRIED),
+    "changed tokenizer": (
+        LLAMA,
+        lambda out, _: edit_json(out / "tokenizer.json", version="2"),
+        CARRIED,
+    ),
     "changed setting of the tokenizer": (
         LLAMA,
         lambda out, _: edit_json(out / "tokenizer_config.json", model_max_length=7),
@@ -237,8 +283,16 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
     "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
-    "another class": (OPTS, inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"), CONFIG | CODE),
-    "a tokenizer's code": (OPTS, inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"), CONFIG),
+    "another class": (
+        OPTS,
+        inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"),
+        CONFIG | CODE,
+    ),
+    "a tokenizer's code": (
+        OPTS,
+        inside("config.json", "auto_map", AutoTokenizer="evil.Tokenizer"),
+        CONFIG,
+    ),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
     "encoder's count missing": (ENCODED, without("encoder_num_key_value_heads"), CONFIG),
@@ -259,13 +313,21 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # heads that absorb
     "NaN in a query": (FACTORED, filled(QUERY, math.nan), MERGED),
     "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED),
-    "another type of an output": (FACTORED, change(f"{STEM}.o_proj.weight", torch.Tensor.double), MERGED),
+    "another type of an output": (
+        FACTORED,
+        change(f"{STEM}.o_proj.weight", torch.Tensor.double),
+        MERGED,
+    ),
     "keys of zeros": (FACTORED, filled(KEY, 0.0), SPANS),
     "queries of zeros": (FACTORED, filled(QUERY, 0.0), SPANS),
     "outputs of zeros": (FACTORED, filled(OUTPUT, 0.0), SPANS),
     "a key head of noise": (FACTORED, noise(KEY, 10.0, head=1), SPANS),
     "a key head with some noise": (FACTORED, noise(KEY, 0.1, head=1), SPANS),
-    "a value head with some noise": (("llama", 4, "factor"), noise(VALUE, 0.1, head=3, width=8), SPANS),
+    "a value head with some noise": (
+        ("llama", 4, "factor"),
+        noise(VALUE, 0.1, head=3, width=8),
+        SPANS,
+    ),
     "a query head with some noise": (FACTORED, noise(QUERY, 0.1, head=7), SPANS),
     "query heads exchanged": (FACTORED, exchange(QUERY, 0, 1, WIDTH), SPANS),
     "outputs of heads exchanged": (FACTORED, exchange(OUTPUT, 4, 5, WIDTH, axis=1), SPANS),
@@ -279,8 +341,16 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "a fitted key head of noise": (TRAINED, noise(KEY, 10.0, head=1), SPANS),
     "fitted query heads exchanged": (TRAINED, exchange(QUERY, 0, 1, WIDTH), SPANS),
     "an MLP changed": (FACTORED, nudge("model.layers.0.mlp.down_proj.weight", 0.02), UNTOUCHED),
-    "normalised keys absorbed": (("olmo2", 3, "factor"), scale(f"{FIRST}.q_proj.weight", 1.01), UNTOUCHED),
-    "normalised keys not the mean": (("olmo2", 3, "factor"), scale(f"{FIRST}.k_proj.weight", 1.01), MERGED),
+    "normalised keys absorbed": (
+        ("olmo2", 3, "factor"),
+        scale(f"{FIRST}.q_proj.weight", 1.01),
+        UNTOUCHED,
+    ),
+    "normalised keys not the mean": (
+        ("olmo2", 3, "factor"),
+        scale(f"{FIRST}.k_proj.weight", 1.01),
+        MERGED,
+    ),
     "an output bias changed": (CONV1D, scale(f"{GPT2}.c_proj.bias"), UNTOUCHED),
     "the mean claimed": (FACTORED, claims(method="mean"), UNTOUCHED | MERGED),
     "fit claimed": (FACTORED, claims(method="fit"), CLAIMS),
@@ -306,7 +376,8 @@ def test_damage_is_found(made: Made, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gain not in the queries", "gain of the neutral norm", "rotary base", "query heads swapped"]
+    "name",
+    ["gain not in the queries", "gain of the neutral norm", "rotary base", "query heads swapped"],
 )
 def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: str) -> None:
     row, damage, checks = DAMAGE[name]
@@ -349,7 +420,9 @@ def test_what_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, method: s
 
     out, source = damaged(made, ("qwen2", 3, method), worsen, tmp_path)
     found = set(failed(verify_checkpoint(out, source)))
-    assert found == ({"better than mean", "module outputs"} if method == "fit" else {"module outputs"})
+    assert found == (
+        {"better than mean", "module outputs"} if method == "fit" else {"module outputs"}
+    )
 
 
 def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) -> None:
@@ -365,7 +438,9 @@ def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("row", [SMALL, ("neox", 3, "fit")])
-def test_one_bit_of_what_can_t_be_recomputed(made: Made, tmp_path: Path, row: tuple[Any, ...]) -> None:
+def test_one_bit_of_what_can_t_be_recomputed(
+    made: Made, tmp_path: Path, row: tuple[Any, ...]
+) -> None:
     """No other check sees it; the hash that was recorded does."""
     out, source = damaged(made, row, lambda *_: None, tmp_path)
     record = (out / "gqa_conversion.json").read_text()

@@ -98,8 +98,14 @@ def test_an_unknown_file_is_left_alone(source: Path, result: Path) -> None:
     before = (result / "gqa_common.py").read_bytes()
     with pytest.raises(OptionError, match="modelling file of no release"):
         refresh_modeling(result)
-    assert ((result / "gqa_opt.py").read_bytes(), (result / "gqa_common.py").read_bytes()) == (mine, before)
-    assert "differs from the file of every release" in failed(verify_checkpoint(result, source))["modelling file"]
+    assert ((result / "gqa_opt.py").read_bytes(), (result / "gqa_common.py").read_bytes()) == (
+        mine,
+        before,
+    )
+    assert (
+        "differs from the file of every release"
+        in failed(verify_checkpoint(result, source))["modelling file"]
+    )
 
 
 def test_other_folders(source: Path, tmp_path: Path) -> None:

@@ -14,20 +14,44 @@ from safetensors.torch import load_file, save_file
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError, UnsupportedFamilyError
+from gqa_convert.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    SourceNotFoundError,
+    UnsupportedFamilyError,
+)
 from gqa_convert.families.loading import auto_class, load_model
 from gqa_convert.verify import models, verify_checkpoint
 from tests.helpers.chatglm import write_source as write_chatglm
 from tests.helpers.own_files import CASES, make_source, make_source_model
 from tests.helpers.tiny import make_config, make_model
-from tests.helpers.verification import Made, claim, details, edit, edit_json, failed, flip, save_byte_pairs
+from tests.helpers.verification import (
+    Made,
+    claim,
+    details,
+    edit,
+    edit_json,
+    failed,
+    flip,
+    save_byte_pairs,
+)
 from tests.helpers.verify_sources import SOURCES
 
 MEAN = ConversionOptions(method="mean")
 OWN_COUNT = ("t5", "bart", "gpt2", "gpt_neo")
 """Sources at whose own count of twelve stock classes load the result."""
 
-FAST = {"llama", "phi3", "stablelm", "neox", "gpt2 as gpt_bigcode", "t5", "gpt2, cross", "falcon, 40B", "qwen2"}
+FAST = {
+    "llama",
+    "phi3",
+    "stablelm",
+    "neox",
+    "gpt2 as gpt_bigcode",
+    "t5",
+    "gpt2, cross",
+    "falcon, 40B",
+    "qwen2",
+}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +73,9 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
     found, kind = details(report), SOURCES[name]
     assert f"{groups} heads in each" in found["cache heads"]
     is_copy = groups == 12 and name in OWN_COUNT
-    repeated = groups >= kind.changes.get("num_key_value_heads", kind.changes.get("num_kv_heads", 12))
+    repeated = groups >= kind.changes.get(
+        "num_key_value_heads", kind.changes.get("num_kv_heads", 12)
+    )
     repeated |= name == "falcon, 7B"
     assert (" 0 parameters of SOURCE replaced" in found["logits"]) == repeated
     assert ("cross-attention" in found["cache heads"]) == name.startswith(
@@ -66,7 +92,9 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
 def test_factor_with_a_text(made: Made, name: str) -> None:
     """Heads that absorb lie in their spans; keys of OLMo-2, which may not, are rounded means."""
-    text = CalibrationOptions(source=made(name, 4)[1].parent / "text.txt", tokens=1000, sequence_length=30)
+    text = CalibrationOptions(
+        source=made(name, 4)[1].parent / "text.txt", tokens=1000, sequence_length=30
+    )
     out, source = made(name, 3, "factor", calibration=text)
     report = verify_checkpoint(out, source, logits=False)
     assert failed(report) == {}
@@ -86,8 +114,15 @@ def test_other_weight_formats(made: Made, tmp_path: Path) -> None:
     """`pytorch_model.bin` sources and results cut into other shards; Pythia's config knows no rope_parameters."""
     _, source = made("neox, half", 3)
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
-    state = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    torch.save(state | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1)}, old / "pytorch_model.bin")
+    state = {
+        name: tensor
+        for file in source.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    torch.save(
+        state | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(1)},
+        old / "pytorch_model.bin",
+    )
     stated = json.loads((old / "config.json").read_text())
     del stated["rope_parameters"], stated["dtype"]
     stated |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "bfloat16"}
@@ -119,7 +154,9 @@ def test_another_source_is_refused(made: Made, tmp_path: Path) -> None:
     other = shutil.copytree(source, tmp_path / "other")
     edit(other, "model.layers.0.self_attn.v_proj.weight", lambda t: t + 0.5)
     for another in (other, made("llama, 4 heads", 4)[1], made("phi3", 4)[1]):
-        with pytest.raises(SourceNotFoundError, match=f"was made from {source}, not from {another}"):
+        with pytest.raises(
+            SourceNotFoundError, match=f"was made from {source}, not from {another}"
+        ):
             verify_checkpoint(good, another, logits=False)
     out = shutil.copytree(good, tmp_path / "out")  # the record of which does not tell
     (out / "gqa_conversion.json").unlink()
@@ -135,7 +172,9 @@ def test_the_source_that_the_record_names(made: Made, tmp_path: Path) -> None:
     out = shutil.copytree(good, tmp_path / "out")
     stated = json.loads((out / "gqa_conversion.json").read_text())["source"]
     claim(out, source=stated | {"id": "org/elsewhere"})
-    with pytest.raises(SourceNotFoundError, match=r"org/elsewhere, which is not here: name .* --source"):
+    with pytest.raises(
+        SourceNotFoundError, match=r"org/elsewhere, which is not here: name .* --source"
+    ):
         verify_checkpoint(out, logits=False)
     assert verify_checkpoint(out, source, logits=False).passed
     (out / "gqa_conversion.json").write_text("[]")
@@ -144,7 +183,9 @@ def test_the_source_that_the_record_names(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [(), ("data.txt",), ("config.json",), ("model.safetensors",)])
-def test_what_is_no_checkpoint_is_an_error(made: Made, tmp_path: Path, files: tuple[str, ...]) -> None:
+def test_what_is_no_checkpoint_is_an_error(
+    made: Made, tmp_path: Path, files: tuple[str, ...]
+) -> None:
     for name in files:
         (tmp_path / name).write_text('{"model_type": "llama"}')
     with pytest.raises(SourceNotFoundError, match="holds no checkpoint"):
@@ -176,14 +217,19 @@ def test_mistakes_of_the_user_are_errors(made: Made, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_strided_repeat_in_the_model_fails_the_logits(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strided_repeat_in_the_model_fails_the_logits(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Good tensors, but the software that runs them serves other query heads."""
     module = transformers.integrations.sdpa_attention
     monkeypatch.setattr(module, "use_gqa_in_sdpa", lambda *_: False)
     monkeypatch.setattr(module, "repeat_kv", lambda states, n: states.repeat(1, n, 1, 1))
     findings = set(failed(verify_checkpoint(*made("llama", 3))))
     assert "logits" in findings
-    assert findings <= {"logits", "cached decoding"}  # steps of one token take another path, which is not patched
+    assert findings <= {
+        "logits",
+        "cached decoding",
+    }  # steps of one token take another path, which is not patched
 
 
 def test_eager_attention_is_run_too(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +237,9 @@ def test_eager_attention_is_run_too(made: Made, monkeypatch: pytest.MonkeyPatch)
     module = transformers.models.llama.modeling_llama
     monkeypatch.setattr(module, "repeat_kv", lambda states, n: states.repeat(1, n, 1, 1))
     assert set(failed(verify_checkpoint(*made("llama", 3)))) == {"eager attention"}
-    monkeypatch.setattr(module, "repeat_kv", lambda states, n: states[:, :1] if n > 1 else states[:, :, :, :, None])
+    monkeypatch.setattr(
+        module, "repeat_kv", lambda states, n: states[:, :1] if n > 1 else states[:, :, :, :, None]
+    )
     assert "not compared" in details(verify_checkpoint(*made("llama", 3)))["eager attention"]
 
 
@@ -227,7 +275,9 @@ def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None
     assert {"config", "loads"} <= set(failed(verify_checkpoint(out, source)))
 
 
-@pytest.mark.parametrize(("kind", "check"), [("forgetful", "cached decoding"), ("wasteful", "cache heads")])
+@pytest.mark.parametrize(
+    ("kind", "check"), [("forgetful", "cached decoding"), ("wasteful", "cache heads")]
+)
 def test_what_is_wrong_with_a_cache_is_found(
     made: Made, kind: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,21 +285,31 @@ def test_what_is_wrong_with_a_cache_is_found(
     out, source = made("llama", 3)
     update = transformers.cache_utils.DynamicLayer.update
 
-    def changed(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def changed(
+        self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
         if keys.shape[1] != 3:
             return update(self, keys, values, *args, **options)
         if kind == "forgetful":
-            return update(self, keys, values * 1.1 if keys.shape[2] == 1 else values, *args, **options)
-        kept = update(self, *(states.repeat_interleave(4, 1) for states in (keys, values)), *args, **options)
+            return update(
+                self, keys, values * 1.1 if keys.shape[2] == 1 else values, *args, **options
+            )
+        kept = update(
+            self, *(states.repeat_interleave(4, 1) for states in (keys, values)), *args, **options
+        )
         return tuple(states[:, ::4] for states in kept)
 
     monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", changed)
     assert set(failed(verify_checkpoint(out, source))) == {check}
 
 
-def test_a_rewriting_that_computes_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rewriting_that_computes_something_else_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """verify shares the rewriting with the converter, so only SOURCE's own class can tell."""
-    monkeypatch.setattr(arrays, "fold_gain", lambda dtype, weight, _, rows: arrays.move(dtype, weight, rows=rows))
+    monkeypatch.setattr(
+        arrays, "fold_gain", lambda dtype, weight, _, rows: arrays.move(dtype, weight, rows=rows)
+    )
     source = make_source("gpt_neox", tmp_path / "source")
     convert_checkpoint(source, tmp_path / "out", 3, MEAN)
     assert set(failed(verify_checkpoint(tmp_path / "out", source))) == {"rewritten source"}
@@ -265,7 +325,9 @@ def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
         first, _ = made(name, 4, encoder=encoder)
         for groups, more in ((2, False), (4, encoder), (12, False)):
             out = tmp_path / f"{name}-{groups}"
-            convert_checkpoint(first, out, groups, ConversionOptions(encoder=more, native=False, method="mean"))
+            convert_checkpoint(
+                first, out, groups, ConversionOptions(encoder=more, native=False, method="mean")
+            )
             assert failed(verify_checkpoint(out, first)) == {}
 
 
@@ -291,7 +353,9 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     """No prefix, no tied head, masks that nothing reads; and a tensor that nothing is known of is not passed over."""
     source = make_source("gpt2", tmp_path / "source")
     file = source / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()
+    }
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file, metadata={"format": "pt"})
     convert_checkpoint(source, tmp_path / "out", 1, MEAN)
     assert failed(verify_checkpoint(tmp_path / "out", source)) == {}
@@ -319,7 +383,9 @@ def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path) -> None:
     assert failed(report) == {}
     assert "12 heads" in details(report)["cache heads"]
     edit(tmp_path / "out", "transformer.h.1.self_attention.query_key_value.weight", flip(20))
-    assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {"untouched tensors"}
+    assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {
+        "untouched tensors"
+    }
 
 
 def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
@@ -358,7 +424,11 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
 
 def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> Path:
     """A checkpoint whose value projections are scaled."""
-    model = make_source_model(model_type) if model_type == "opt" else make_model(make_config(model_type))
+    model = (
+        make_source_model(model_type)
+        if model_type == "opt"
+        else make_model(make_config(model_type))
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".v_proj." in name:
@@ -390,7 +460,9 @@ def test_values_near_the_limits_of_their_type(
 EVIL = "from pathlib import Path\nPath({!r}).touch()\n"
 
 
-def test_a_modelling_file_that_was_edited_never_runs(made: Made, tmp_path: Path, modules_cache: Path) -> None:
+def test_a_modelling_file_that_was_edited_never_runs(
+    made: Made, tmp_path: Path, modules_cache: Path
+) -> None:
     good, source = made("opt", 4)
     out = shutil.copytree(good, tmp_path / "out")
     marker, file = tmp_path / "ran", out / "gqa_opt.py"
@@ -401,7 +473,9 @@ def test_a_modelling_file_that_was_edited_never_runs(made: Made, tmp_path: Path,
     assert "not executed" in findings["loads"]
     assert not marker.exists()
     with pytest.MonkeyPatch.context() as patch:  # the same code does run where it is vouched for
-        patch.setattr(transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {})
+        patch.setattr(
+            transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {}
+        )
         load_model(out, torch.float32, run_code=True)
     assert marker.exists()
     copies = set(modules_cache.rglob("gqa_opt.py"))
@@ -417,7 +491,10 @@ def test_no_other_code_in_the_folder_runs(made: Made, tmp_path: Path) -> None:
     (source / "custom_generate").mkdir()
     for name in ("custom_generate/generate.py", "evil.py"):
         (source / name).write_text(EVIL.format(str(marker)))
-    edit_json(source / "config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None], "AutoModel": "evil.Model"})
+    edit_json(
+        source / "config.json",
+        auto_map={"AutoTokenizer": ["evil.Tokenizer", None], "AutoModel": "evil.Model"},
+    )
     convert_checkpoint(source, tmp_path / "out", 4, ConversionOptions(native=False, method="mean"))
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
     assert auto_map["AutoTokenizer"] == ["evil.Tokenizer", None]
@@ -437,12 +514,24 @@ def test_results_load_through_the_packages_own_copy(made: Made, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"architectures": ["GQABartForCausalLM"], "model_type": "gqa_bart"}, "AutoModelForCausalLM"),
-        ({"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": False}, "AutoModelForCausalLM"),
+        (
+            {"architectures": ["GQABartForCausalLM"], "model_type": "gqa_bart"},
+            "AutoModelForCausalLM",
+        ),
+        (
+            {"architectures": ["BartModel"], "model_type": "bart", "is_encoder_decoder": False},
+            "AutoModelForCausalLM",
+        ),
         ({"architectures": ["BartModel"], "model_type": "bart"}, "AutoModelForSeq2SeqLM"),
         ({"model_type": "t5"}, "AutoModelForSeq2SeqLM"),
-        ({"architectures": ["GQAWhisperModel"], "model_type": "gqa_whisper"}, "AutoModelForSpeechSeq2Seq"),
-        ({"architectures": ["GQAMarianMTModel"], "model_type": "gqa_marian"}, "AutoModelForSeq2SeqLM"),
+        (
+            {"architectures": ["GQAWhisperModel"], "model_type": "gqa_whisper"},
+            "AutoModelForSpeechSeq2Seq",
+        ),
+        (
+            {"architectures": ["GQAMarianMTModel"], "model_type": "gqa_marian"},
+            "AutoModelForSeq2SeqLM",
+        ),
         ({"architectures": None, "model_type": "llama"}, "AutoModelForCausalLM"),
         ({}, "AutoModelForCausalLM"),
     ],
@@ -459,7 +548,9 @@ def test_another_tokenizer_is_found(made: Made, tmp_path: Path) -> None:
     assert set(failed(verify_checkpoint(out, source))) == {"copied files", "tokenizer"}
 
 
-def test_a_tokenizer_may_have_the_former_name_of_its_class_and_nothing_else(made: Made, tmp_path: Path) -> None:
+def test_a_tokenizer_may_have_the_former_name_of_its_class_and_nothing_else(
+    made: Made, tmp_path: Path
+) -> None:
     good, source = (shutil.copytree(each, tmp_path / each.name) for each in made("llama", 3))
     edit_json(source / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     edit_json(good / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
@@ -489,7 +580,9 @@ def test_tokenizers_of_rewritten_sources(model_type: str, groups: int, tmp_path:
         convert_checkpoint(source, out, groups, ConversionOptions(overwrite=True, method="mean"))
         report = verify_checkpoint(out, source)
         assert failed(report) == {}
-        ours, theirs = (word for word in details(report)["tokenizer"].split() if "Tokenizer" in word)
+        ours, theirs = (
+            word for word in details(report)["tokenizer"].split() if "Tokenizer" in word
+        )
         assert (ours != theirs) == (model_type == "gpt2")
     if model_type == "gpt2":
         (out / "tokenizer_config.json").unlink()

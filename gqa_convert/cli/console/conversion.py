@@ -16,14 +16,19 @@ def show_conversion(result: ConversionResult) -> None:
     """Print what was converted, the sizes before and after, the next command, and last how to measure the quality."""
     plan, out = result.plan, str(result.out)
     source = plan.checkpoint.source_id
-    rows = {CACHES[key]: f"{size(both.before)} -> {size(both.after)}" for key, both in plan.cache_bytes().items()}
+    rows = {
+        CACHES[key]: f"{size(both.before)} -> {size(both.after)}"
+        for key, both in plan.cache_bytes().items()
+    }
     rows["weights"] = f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"
     left_out: Sequence[str] = ()
     kl = None
     if result.calibration is not None:
         left_out, kl = result.calibration.left_out, result.calibration.kl
     if kl is not None:
-        rows["quality"] = f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
+        rows["quality"] = (
+            f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
+        )
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
@@ -68,5 +73,11 @@ class ConversionScreen(ProgressScreen):
                     "note: pooling loses less in that layer: name more text like the model's, or keep more heads there"
                 )
         if kl is not None:
-            before = f"{kl.before:.4f}, by training all layers together " if kl.after != kl.before else ""
-            self.say(f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}")
+            before = (
+                f"{kl.before:.4f}, by training all layers together "
+                if kl.after != kl.before
+                else ""
+            )
+            self.say(
+                f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}"
+            )

@@ -41,11 +41,25 @@ def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject
     config = plan.checkpoint.config
     tokens = context or stated_positions(config) or _LONG_CONTEXT
     own, cross = plan.kv_cache_bytes(tokens=tokens), plan.kv_cache_bytes("cross")
-    found = {"kv_cache": {"tokens": tokens, "batch": batch, "before": batch * own.before, "after": batch * own.after}}
-    if cross.before and not plan.family.reads_images_alone:  # the config does not count the tokens of an image
+    found = {
+        "kv_cache": {
+            "tokens": tokens,
+            "batch": batch,
+            "before": batch * own.before,
+            "after": batch * own.after,
+        }
+    }
+    if (
+        cross.before and not plan.family.reads_images_alone
+    ):  # the config does not count the tokens of an image
         tokens = stated_positions(config, ENCODER_POSITIONS) or _LONG_CONTEXT
         before, after = batch * tokens * cross.before, batch * tokens * cross.after
-        found["cross_kv_cache"] = {"tokens": tokens, "batch": batch, "before": before, "after": after}
+        found["cross_kv_cache"] = {
+            "tokens": tokens,
+            "batch": batch,
+            "before": before,
+            "after": after,
+        }
     return found
 
 
@@ -115,7 +129,12 @@ def _savings(plan: Plan, caches: JsonObject) -> list[Row]:
 
 
 def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> Row:
-    return {"": label, "before": text(before), "after": text(after), "ratio": f"{after / before:.3f}"}
+    return {
+        "": label,
+        "before": text(before),
+        "after": text(after),
+        "ratio": f"{after / before:.3f}",
+    }
 
 
 def loaded_by(plan: Plan) -> str:

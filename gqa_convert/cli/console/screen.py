@@ -88,7 +88,9 @@ def tokens_text(count: int) -> str:
     return f"{shown:.1f}".removesuffix(".0") + unit
 
 
-def show_table(title: str, rows: Sequence[Mapping[str, str]], justify: Literal["left", "right"] = "right") -> None:
+def show_table(
+    title: str, rows: Sequence[Mapping[str, str]], justify: Literal["left", "right"] = "right"
+) -> None:
     """Print a table on stdout. On a terminal that is too narrow for it, each cell becomes a line.
 
     Args:
@@ -133,7 +135,13 @@ class ProgressScreen:
     """Shows how far work is, and the time left at its pace. A closed terminal or a broken pipe does not end the work."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.table import Column
 
         self.on_terminal = sys.stderr.isatty()
@@ -170,7 +178,9 @@ class ProgressScreen:
             if label not in self._tasks:
                 self._tasks[label] = len(self._tasks)  # as rich numbers them
                 self._bars.add_task(label, total=total, detail=detail)
-            self._bars.update(self._tasks[label], completed=done, total=total, detail=detail, visible=done < total)
+            self._bars.update(
+                self._tasks[label], completed=done, total=total, detail=detail, visible=done < total
+            )
         self._latest = self._bars.tasks[self._tasks[label]]
         self._show_line()
 
@@ -178,10 +188,18 @@ class ProgressScreen:
         """Print where the work is, if that is due and there are no bars."""
         with self._lock:
             task = self._latest
-            if self.on_terminal or task is None or not task.total or time.monotonic() - self._line_shown < SECONDS:
+            if (
+                self.on_terminal
+                or task is None
+                or not task.total
+                or time.monotonic() - self._line_shown < SECONDS
+            ):
                 return
             self._line_shown = time.monotonic()
-            parts = [f"{task.description}: {task.completed / task.total:.1%}", task.fields["detail"]]
+            parts = [
+                f"{task.description}: {task.completed / task.total:.1%}",
+                task.fields["detail"],
+            ]
             if task.time_remaining:
                 parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
             self.say("  ".join(filter(None, parts)))

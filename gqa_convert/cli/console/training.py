@@ -28,7 +28,9 @@ def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> Non
 def show_training(summary: "RunSummary") -> None:
     """Print tokens, losses before and after, and where the result is."""
     rows = {
-        f"{name} (held out)": f"{loss:.4f}" for name, loss in (summary.evaluation or {}).items() if loss is not None
+        f"{name} (held out)": f"{loss:.4f}"
+        for name, loss in (summary.evaluation or {}).items()
+        if loss is not None
     }
     if summary.skipped_steps:
         rows["skipped"] = f"{summary.skipped_steps} step(s), because the gradient was not finite"
@@ -39,7 +41,10 @@ def show_training(summary: "RunSummary") -> None:
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
     rows = {source.source: f"{tokens_text(source.tokens)} tokens" for source in found.sources}
-    show_done(f"text for {found.samples:,} samples in {found.steps:,} steps", rows | {"cache": found.cache})
+    show_done(
+        f"text for {found.samples:,} samples in {found.steps:,} steps",
+        rows | {"cache": found.cache},
+    )
 
 
 def show_estimate(found: "Estimate") -> None:

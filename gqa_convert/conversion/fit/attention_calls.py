@@ -179,7 +179,9 @@ class CapturedAttention:
         """
         seen: list[Tensor] = []
         projection = self.module.get_submodule(self.projection)
-        with projection.register_forward_hook(lambda _, args, output: seen.extend((output, args[0]))):
+        with projection.register_forward_hook(
+            lambda _, args, output: seen.extend((output, args[0]))
+        ):
             self.module(call.hidden, *call.args, **call.kwargs)
         contribution, entered = seen
         sizes = call.hidden.shape[:-1]

@@ -64,7 +64,11 @@ def prepare_calibration(
     from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
     from gqa_convert.families.rotary import rotary_pairs
 
-    tokens, folder, config = wanted_tokens(plan, options), plan.checkpoint.local_folder, plan.checkpoint.config
+    tokens, folder, config = (
+        wanted_tokens(plan, options),
+        plan.checkpoint.local_folder,
+        plan.checkpoint.config,
+    )
     decisions = decisions or decide(plan, options)
     held_out, fresh = tokens // _HELD_OUT, decisions.last_stage_steps(plan, options)
     if hears(config):
@@ -91,7 +95,9 @@ def prepare_calibration(
         try:
             return write(tokens=_with_spare(count), conversations=kind == "conversations")
         except DataError as problem:
-            refused.append(f"{kind} of the source's own among the calibration text, because {problem}")
+            refused.append(
+                f"{kind} of the source's own among the calibration text, because {problem}"
+            )
             return None
 
     def mixing(held: int) -> list[SharedText]:
@@ -107,7 +113,9 @@ def prepare_calibration(
     for number, text in enumerate(named):
         if is_self(text):
             continue
-        opened = open_source(as_source(text))  # what does not exist is refused before anything is read
+        opened = open_source(
+            as_source(text)
+        )  # what does not exist is refused before anything is read
         if is_encoder_decoder(config) and has_inputs_alone(as_source(text), opened):
             texts[number] = written_targets(
                 plan.checkpoint,
@@ -169,7 +177,9 @@ def _speech(
     files = list_audio_files(local_path(sources[0]))
     speech = SpeechModel(open_model(folder, device=chosen_device(options.device)), folder)
     size = SpeechSize(tokens, held_out, tokens if fresh else 0)
-    found = speech_batches(speech, files, size, seed=options.seed, progress=partial(progress, LISTENING))
+    found = speech_batches(
+        speech, files, size, seed=options.seed, progress=partial(progress, LISTENING)
+    )
     return Calibration(
         batches=found.layers,
         tokens=found.tokens,

@@ -66,7 +66,13 @@ def _has_fields(source: Source, text: TextSource, names: tuple[str, ...]) -> boo
 
 
 def read_pairs(
-    text: TextSource, fields: tuple[str, str], tokenizer: Any, *, tokens: int, length: int, seed: int
+    text: TextSource,
+    fields: tuple[str, str],
+    tokenizer: Any,
+    *,
+    tokens: int,
+    length: int,
+    seed: int,
 ) -> list[Pair]:
     """The pairs of a file, or the first ones of a Hub dataset, in an order that the seed decides.
 
@@ -120,7 +126,9 @@ def _batches(pairs: Sequence[Pair], start: int | None) -> "list[dict[str, Tensor
     rows = max(1, BATCH_TOKENS * len(pairs) // sum(pair.size for pair in pairs))
     made = []
     for first in range(0, len(by_target), _SORTED_BY_TARGET * rows):
-        alike = sorted(by_target[first : first + _SORTED_BY_TARGET * rows], key=lambda pair: len(pair.source))
+        alike = sorted(
+            by_target[first : first + _SORTED_BY_TARGET * rows], key=lambda pair: len(pair.source)
+        )
         made += [_batch(alike[row : row + rows], start) for row in range(0, len(alike), rows)]
     return made
 

@@ -37,7 +37,12 @@ from gqa_convert.data.text_generation import OwnText
 from gqa_convert.data.token_files import batched, ids_of, tokenize
 from gqa_convert.errors import ConfigError, DataError, OptionError
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
-from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count, stated_positions
+from gqa_convert.families.context_length import (
+    SPAN_LENGTH,
+    block_length,
+    stated_count,
+    stated_positions,
+)
 from gqa_convert.families.loading import is_encoder_decoder, read_config
 from gqa_convert.families.records import record_of
 
@@ -189,7 +194,9 @@ def calibration_batches(
     used, number = sum(lengths), len(lengths)
     length = made[0]["input_ids"].shape[1]
     count = f"{number} block{'s' if number != 1 else ''} of {'up to ' if len({*lengths}) > 1 else ''}{length}"
-    reaching = f", every second one stretched to {context} positions" if "position_ids" in made[0] else ""
+    reaching = (
+        f", every second one stretched to {context} positions" if "position_ids" in made[0] else ""
+    )
     warning = None
     if used < tokens:
         warning = f"{label} has only {used} of the {tokens} calibration tokens requested: all of them are used; more text may give a better merge"
@@ -242,13 +249,17 @@ def _paired(
 ) -> Calibration:
     """Calibration on pairs, drawn from all sources in turn; see `calibration_pairs`."""
     read = [
-        read_pairs(text, fields, tokenizer, tokens=sum(counts), length=length, seed=mix(seed, number))
+        read_pairs(
+            text, fields, tokenizer, tokens=sum(counts), length=length, seed=mix(seed, number)
+        )
         for number, (_, text, fields) in enumerate(opened)
     ]
     pairs = [pair for together in zip_longest(*read) for pair in together if pair is not None]
     (made, held_out, fresh), number = pair_batches(folder, config, tokenizer, pairs, counts)
     sides = ("input_ids", "labels")
-    check_vocabulary(config, max(int(batch[side].max()) for batch in made for side in sides), folder)
+    check_vocabulary(
+        config, max(int(batch[side].max()) for batch in made for side in sides), folder
+    )
     label = " and ".join(label for label, _, _ in opened)
     used = sum(batch[side].numel() for batch in made for side in sides)
     held = sum(pair.size for pair in pairs)
@@ -293,7 +304,11 @@ class _Text(NamedTuple):
     is_sampled: bool = False
 
 
-_WORDS = {"causal": "tokens", "shifted": "tokens for encoder and decoder", "spans": "tokens after span corruption"}
+_WORDS = {
+    "causal": "tokens",
+    "shifted": "tokens for encoder and decoder",
+    "spans": "tokens after span corruption",
+}
 
 
 class _Blocks(NamedTuple):
@@ -320,7 +335,9 @@ def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None)
     positions = stated_positions(config)
     if length is not None:
         if length < 2:
-            raise OptionError(f"the calibration sequence length is {length} tokens, expected at least 2")
+            raise OptionError(
+                f"the calibration sequence length is {length} tokens, expected at least 2"
+            )
         if positions is not None and length > positions:
             raise OptionError(
                 f"the calibration sequence length is {length} tokens, and the model has positions for {positions}: lower it"
@@ -337,7 +354,9 @@ def _blocks_of(folder: Path, config: Config, tokenizer: Any, length: int | None)
     return _Blocks("spans", length, corruption.raw, start, corruption)
 
 
-def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int) -> list[list[_Block]]:
+def _drawn(
+    texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int
+) -> list[list[_Block]]:
     """Blocks that are drawn from the texts by their shares, as far as a text has blocks left: as many as each count says,
     without overlap. Where there are fewer than the first count, all texts are used up in blocks for it, and the last block
     of a text is shorter.
@@ -361,7 +380,9 @@ def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int
             places.append(whole)
         for rank, at in enumerate(places):
             start = first + length * at
-            block = _Block(begin + start, text.tokens[start : start + length], text.can_be_copied_into)
+            block = _Block(
+                begin + start, text.tokens[start : start + length], text.can_be_copied_into
+            )
             ranked.append(((rank + 0.5) / text.share, block))
         begin += len(text.tokens)
     blocks = [block for _, block in sorted(ranked, key=itemgetter(0))]
@@ -371,7 +392,9 @@ def _drawn(texts: Sequence[_Text], length: int, counts: Sequence[int], seed: int
     return [blocks[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def _batches(blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed: int) -> "list[dict[str, Tensor]]":
+def _batches(
+    blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed: int
+) -> "list[dict[str, Tensor]]":
     """Batches of blocks of one length, those of the longest blocks first.
 
     Args:
@@ -401,7 +424,12 @@ def _batches(blocks: _Blocks, drawn: Sequence[_Block], context: int | None, seed
                 decoder = np.roll(ids, 1, axis=1)
                 decoder[:, 0] = blocks.start
                 batch = {"input_ids": ids, "decoder_input_ids": decoder, "labels": ids.copy()}
-            made.append({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in batch.items()})
+            made.append(
+                {
+                    name: torch.from_numpy(np.ascontiguousarray(array))
+                    for name, array in batch.items()
+                }
+            )
     return made
 
 
@@ -417,7 +445,9 @@ def _read_all(
             "the list of calibration texts is empty: name a file, a folder, a pattern or a dataset on the Hub"
         )
     # the text that blocks are drawn from does not depend on the number of further blocks
-    read = partial(_read, tokenizer=tokenizer, count=wanted[0] * blocks.raw, closed=blocks.kind != "spans")
+    read = partial(
+        _read, tokenizer=tokenizer, count=wanted[0] * blocks.raw, closed=blocks.kind != "spans"
+    )
     found: dict[int, tuple[str, npt.NDArray[Any]]] = {}
     for number in sorted(range(len(sources)), key=lambda number: callable(sources[number])):
         given = sources[number]
@@ -459,7 +489,9 @@ def _read(source: Any, tokenizer: Any, count: int, *, closed: bool) -> tuple[str
     share = min(1.0, max(_WHOLE, _CHARACTERS * most) / max(1, text.total_bytes))
     while True:
         batches = batched(_thinned(text.pieces(encoder.fields), share))
-        tokens = np.concatenate([np.empty(0, np.int64), *(ids_of(encoder.encode(batch)) for batch in batches)])
+        tokens = np.concatenate(
+            [np.empty(0, np.int64), *(ids_of(encoder.encode(batch)) for batch in batches)]
+        )
         if share == 1 or len(tokens) >= count:
             return label, tokens
         share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows

@@ -21,7 +21,14 @@ from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN, REPEA
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 
 
 def plan_conversion(
@@ -44,7 +51,9 @@ def plan_conversion(
     reason = None
     if method is None:
         method = (CALIBRATED_DEFAULT if calibration.has_data else DEFAULT).name
-        if calibration == CalibrationOptions(seed=calibration.seed, device=calibration.device, mix=calibration.mix):
+        if calibration == CalibrationOptions(
+            seed=calibration.seed, device=calibration.device, mix=calibration.mix
+        ):
             reason = why_no_text(checkpoint)
             if reason:
                 method = MEAN.name
@@ -63,7 +72,9 @@ def plan_conversion(
     )
     exact = []
     if plan.merge_method is REPEAT:
-        exact.append("N is above the source's number of K/V heads: heads are repeated, and the cache grows")
+        exact.append(
+            "N is above the source's number of K/V heads: heads are repeated, and the cache grows"
+        )
     if plan.merge_method.is_exact and options.calibration.has_data:
         exact.append("no heads are merged, so that --calibration is not used")
     plan = replace(plan, warnings=(*plan.warnings, *exact))
@@ -86,7 +97,9 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return f"transformers has no class of type {family.model_type}"
     if family.reads_images_alone:
         return "its cross-attention reads images alone"
-    if isinstance(checkpoint.config.get("max_source_positions"), int):  # as many frames for every sound
+    if isinstance(
+        checkpoint.config.get("max_source_positions"), int
+    ):  # as many frames for every sound
         return "its encoder reads audio"
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
     if not files:

@@ -57,7 +57,13 @@ class Student:
     """
 
     def __init__(
-        self, plan: Plan, store: SharedStore, model: Any, precision: Precision, *, recompute: bool = False
+        self,
+        plan: Plan,
+        store: SharedStore,
+        model: Any,
+        precision: Precision,
+        *,
+        recompute: bool = False,
     ) -> None:
         self.model, self.precision = model, precision
         finder = attention_of(plan)
@@ -65,7 +71,10 @@ class Student:
         self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
         self._layers: list[MergedAttention] = []
         for number, (layer, groups) in enumerate(plan.merged_layers):
-            tensors, module = store.read(layer_key(number)), model.get_submodule(names[layer.module])
+            tensors, module = (
+                store.read(layer_key(number)),
+                model.get_submodule(names[layer.module]),
+            )
             self._layers.append(MergedAttention(self._layouts[number], tensors, groups, module))
         self.weights = [layer.tensors for layer in self._layers]
         self._recomputed = [*list_elements(model, names.values())] if recompute else []
@@ -82,12 +91,16 @@ class Student:
     def recomputing(self) -> Iterator[None]:
         """A context in which layers are called as `recompute` says; it must last until the backward pass is over."""
         with ExitStack() as stack:
-            if self._recomputed:  # what autocast would keep of the weights in 16 bits is made again too
+            if (
+                self._recomputed
+            ):  # what autocast would keep of the weights in 16 bits is made again too
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             for name in self._recomputed:
                 layer = self.model.get_submodule(name)
-                again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                again = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
                 stack.enter_context(wrapped_forward(layer, again))
             yield
 
@@ -170,7 +183,12 @@ def train_together(
         for part in own:  # a backward pass needs memory for a part
             with torch.no_grad(), student.precision():
                 wanted = student.logits(part)
-            with torch.enable_grad(), student.precision(), student.installed(optimizer.layers), student.recomputing():
+            with (
+                torch.enable_grad(),
+                student.precision(),
+                student.installed(optimizer.layers),
+                student.recomputing(),
+            ):
                 divergence = summed_divergence(student.logits(part), wanted)
                 torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
         optimizer.step()
@@ -190,5 +208,8 @@ def _restore(optimizer: RelativeAdam, store: SharedStore, request: JsonObject) -
     saved = store.record(HALFWAY)
     if saved is None or saved["request"] != request:
         return 0
-    optimizer.restore({name: torch.from_numpy(array) for name, array in store.read(HALFWAY).items()}, saved["taken"])
+    optimizer.restore(
+        {name: torch.from_numpy(array) for name, array in store.read(HALFWAY).items()},
+        saved["taken"],
+    )
     return int(saved["taken"])

@@ -36,6 +36,10 @@ def merge_layers(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None
                 errors = {f"{layer.module}.keys": keys, f"{layer.module}.values": values}
                 record = LayerRecord(layer.module, errors, order.tolist())
                 wide = {name: array.astype(np.float64) for name, array in source.tensors.items()}
-                tensors = source.layout.in_result_types(source.layout.merge_heads(merged, wide, groups))
+                tensors = source.layout.in_result_types(
+                    source.layout.merge_heads(merged, wide, groups)
+                )
                 store.write(layer_key(number), tensors, asdict(record))
-            on_progress(FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record))
+            on_progress(
+                FitProgress(MERGING_LAYERS, number + 1, len(plan.merged_layers), layer=record)
+            )

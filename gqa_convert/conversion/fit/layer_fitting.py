@@ -23,7 +23,12 @@ from gqa_convert.processes import total
 
 
 def fit_layers(
-    plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch], options: FitOptions, on_progress: OnProgress
+    plan: Plan,
+    store: SharedStore,
+    model: Any,
+    batches: Sequence[Batch],
+    options: FitOptions,
+    on_progress: OnProgress,
 ) -> None:
     """Fit the layers of a plan in the order in which the model runs them.
 
@@ -60,20 +65,32 @@ def fit_layers(
                 streams = source.advance(layer, watch=missing)
                 weights: Replacements = {}
                 for name in layer.attention:
-                    key, (merged, groups) = layer_key(numbers[name]), plan.merged_layers[numbers[name]]
+                    key, (merged, groups) = (
+                        layer_key(numbers[name]),
+                        plan.merged_layers[numbers[name]],
+                    )
                     if name in missing:
                         opened = read_layer(merged)  # first, since it names a tensor that holds NaN
                         attention = student.attention(layer, name, weights, streams.pop(name))
                         tensors, record = OneLayer(attention, opened, groups, options, tell).fit()
                         store.write(key, tensors, asdict(record))
                     layout = LayerLayout(finder, merged)
-                    weights = {**weights, name: _installing(layout, groups, store.read(key), walk.module(name))}
+                    weights = {
+                        **weights,
+                        name: _installing(layout, groups, store.read(key), walk.module(name)),
+                    }
                     done += 1
-                    on_progress(FitProgress(MERGING_LAYERS, done, len(numbers), layer=store.layer(numbers[name])))
+                    on_progress(
+                        FitProgress(
+                            MERGING_LAYERS, done, len(numbers), layer=store.layer(numbers[name])
+                        )
+                    )
                 student.advance(layer, weights)
 
 
-def measure_divergence(plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch]) -> float:
+def measure_divergence(
+    plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch]
+) -> float:
     """KL(source || result) in nats per token, in float32, with the tensors that the store holds, last stage included.
 
     Args:
@@ -95,7 +112,9 @@ def measure_divergence(plan: Plan, store: SharedStore, model: Any, batches: Sequ
             for name in layer.attention:
                 merged, groups = plan.merged_layers[numbers[name]]
                 tensors = store.read_result(numbers[name])
-                weights[name] = _installing(LayerLayout(finder, merged), groups, tensors, walk.module(name))
+                weights[name] = _installing(
+                    LayerLayout(finder, merged), groups, tensors, walk.module(name)
+                )
             student.advance(layer, weights)
     own = 0.0
     for number in range(len(walk.batches)):

@@ -92,7 +92,9 @@ class LayerStore:
         """Read what a killed run has settled, if it has stored anything."""
         state = self.path / "state.json"
         if any(self.path.glob("*.safetensors")):
-            self._state = {"fingerprint": {}} | (json.loads(state.read_bytes()) if state.is_file() else {})
+            self._state = {"fingerprint": {}} | (
+                json.loads(state.read_bytes()) if state.is_file() else {}
+            )
         for path in self.path.iterdir():
             if path.is_dir():  # what a killed run had written for itself
                 shutil.rmtree(path, ignore_errors=True)
@@ -143,7 +145,10 @@ class LayerStore:
             return lock
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         kept = error is not None and self._keep and any(self.path.glob("*.safetensors"))
         if not kept:

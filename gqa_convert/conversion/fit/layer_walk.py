@@ -26,7 +26,12 @@ from gqa_convert.conversion.fit.attention_calls import (
     tokens_of,
 )
 from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
-from gqa_convert.conversion.fit.residual_stream import StreamPlace, find_stream, first_tensor, on_passing
+from gqa_convert.conversion.fit.residual_stream import (
+    StreamPlace,
+    find_stream,
+    first_tensor,
+    on_passing,
+)
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
 from gqa_convert.processes import gathered
 
@@ -97,11 +102,15 @@ class LayerWalk:
         self.all_rows = [len(tokens_of(batch)) for batch in batches]
         own = own_rows(batches)
         self.numbers = [*own]
-        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in own.values()]
+        self.batches = [
+            {name: tensor.to(device) for name, tensor in batch.items()} for batch in own.values()
+        ]
         self.modules = find_modules(model, names)
         self.places: dict[str, StreamPlace] = {}
         self.layers: list[WalkedLayer] = []
-        self._survey({name: tensor[:1, :_SURVEYED].to(device) for name, tensor in batches[0].items()})
+        self._survey(
+            {name: tensor[:1, :_SURVEYED].to(device) for name, tensor in batches[0].items()}
+        )
         self.stacks = list(dict.fromkeys(layer.stack for layer in self.layers))
 
     def module(self, name: str) -> Any:
@@ -112,21 +121,27 @@ class LayerWalk:
         """Find the layers of all stacks in the order of their calls, by an ordinary pass over a few tokens."""
         called: list[str] = []
 
-        def surveyed(stack: str, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def surveyed(
+            stack: str, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             called.clear()
             output = forward(*args, **kwargs)
             inside = tuple(called)
             with wrapped_forward(module, forward):
                 for attention in inside:
                     projection = f"{self.modules[attention]}.{self.projection}"
-                    self.places[attention] = find_stream(self.model, name, projection, partial(module, *args, **kwargs))
+                    self.places[attention] = find_stream(
+                        self.model, name, projection, partial(module, *args, **kwargs)
+                    )
             others = None if isinstance(output, Tensor) else tuple(output)[1:]
             self.layers.append(WalkedLayer(name, module, stack, inside, others))
             return output
 
         with torch.no_grad(), ExitStack() as context:
             for name in self.modules:
-                noting = self.module(name).register_forward_pre_hook(lambda _, __, name=name: called.append(name))
+                noting = self.module(name).register_forward_pre_hook(
+                    lambda _, __, name=name: called.append(name)
+                )
                 context.enter_context(noting)
             for name, stack in list_elements(self.model, self.modules.values()).items():
                 module = self.model.get_submodule(name)
@@ -166,7 +181,9 @@ class LayerWalk:
 
         with suppress(_Reached), ExitStack() as context:
             for layer in layers:
-                wrapped = wrapped_forward(layer.module, partial(recording, layer, layer.module.forward))
+                wrapped = wrapped_forward(
+                    layer.module, partial(recording, layer, layer.module.forward)
+                )
                 context.enter_context(wrapped)
             self.run(number, finished)
         return entering[0], recorded
@@ -182,7 +199,9 @@ class LayerWalk:
             for layer in self.layers:
                 if layer.stack in finished:
                     output = layer.returning(finished[layer.stack])
-                    context.enter_context(wrapped_forward(layer.module, lambda *_, _output=output, **__: _output))
+                    context.enter_context(
+                        wrapped_forward(layer.module, lambda *_, _output=output, **__: _output)
+                    )
             return self.model(**self.batches[number], use_cache=False)
 
     @contextmanager
@@ -265,7 +284,11 @@ class Stream:
         return streams
 
     def attention(
-        self, layer: WalkedLayer, name: str, weights: Replacements = SOURCE, streams: Sequence[Tensor] | None = None
+        self,
+        layer: WalkedLayer,
+        name: str,
+        weights: Replacements = SOURCE,
+        streams: Sequence[Tensor] | None = None,
     ) -> CapturedAttention:
         """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
 
@@ -288,13 +311,21 @@ class Stream:
             hidden, (args, kwargs) = seen["hidden"], seen["arguments"]
             output = target = seen["output"].reshape(*hidden.shape[:-1], -1)
             if streams is not None:
-                target = output + (streams[number] - seen["stream"]).reshape(output.shape) / walk.places[name].factor
+                target = (
+                    output
+                    + (streams[number] - seen["stream"]).reshape(output.shape)
+                    / walk.places[name].factor
+                )
             check_finite(name, hidden, output, target)
             counts = counting[number] if streams is not None else output.new_ones(output.shape[:-1])
             counts, batch = counts.reshape(output.shape[:-1]), walk.numbers[number]
-            call = AttentionCall(hidden, args, kwargs, output, target, counts, batch, walk.all_rows[batch])
+            call = AttentionCall(
+                hidden, args, kwargs, output, target, counts, batch, walk.all_rows[batch]
+            )
             calls.append(call)
-        return CapturedAttention(name, walk.module(name), walk.projection, calls, len(walk.all_rows))
+        return CapturedAttention(
+            name, walk.module(name), walk.projection, calls, len(walk.all_rows)
+        )
 
     @staticmethod
     def _error_weights(streams: Sequence[Tensor] | None) -> list[Tensor]:
@@ -353,9 +384,13 @@ def list_elements(model: Any, modules: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in modules:
         parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-        lists = [each for each in parents if isinstance(model.get_submodule(each), torch.nn.ModuleList)]
+        lists = [
+            each for each in parents if isinstance(model.get_submodule(each), torch.nn.ModuleList)
+        ]
         for stack in lists[:1]:
-            found |= {f"{stack}.{number}": stack for number in range(len(model.get_submodule(stack)))}
+            found |= {
+                f"{stack}.{number}": stack for number in range(len(model.get_submodule(stack)))
+            }
     return found
 
 

@@ -6,11 +6,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.devices import available_memory, chosen_device, has_gpu_driver, multiplies_bfloat16
+from gqa_convert.checkpoint.devices import (
+    available_memory,
+    chosen_device,
+    has_gpu_driver,
+    multiplies_bfloat16,
+)
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, CalibrationOptions, mixes, steps_together, wanted_tokens
+from gqa_convert.conversion.fit.options import (
+    BATCH_TOKENS,
+    CalibrationOptions,
+    mixes,
+    steps_together,
+    wanted_tokens,
+)
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
@@ -90,14 +101,18 @@ class Decisions:
         """What is left out, and why, for users."""
         found = []
         if self.no_own_text and mixes(plan, options):
-            found.append(f"text of the source's own among the calibration text, because {self.no_own_text}")
+            found.append(
+                f"text of the source's own among the calibration text, because {self.no_own_text}"
+            )
         if steps_together(plan, options) and not self.last_stage_steps(plan, options):
             found.append(f"{LAST_STAGE}, because {self.no_last_stage}")
         return tuple(found)
 
     def last_stage_steps(self, plan: Plan, options: CalibrationOptions) -> int:
         """How many steps train all layers together."""
-        return 0 if self.no_last_stage and options.kl_steps is None else steps_together(plan, options)
+        return (
+            0 if self.no_last_stage and options.kl_steps is None else steps_together(plan, options)
+        )
 
 
 def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
@@ -116,7 +131,9 @@ def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
         no_own_text = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
     if is_slow(plan, device):
         steps = f"--kl-steps {steps_together(plan, options)}"
-        no_last_stage = f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
+        no_last_stage = (
+            f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
+        )
     elif (needed := _last_stage_free(plan, options, recompute=True)) > free:
         no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
     return Decisions(no_own_text, no_last_stage, recompute)
@@ -141,7 +158,11 @@ def is_reduced(plan: Plan, device: Any) -> bool:
     """
     changed = {change.name for change in plan.changes}
     wide = plan.checkpoint.result_dtypes
-    dtypes = {wide.get(name, entry.dtype) for name, entry in plan.checkpoint.entries.items() if name in changed}
+    dtypes = {
+        wide.get(name, entry.dtype)
+        for name, entry in plan.checkpoint.entries.items()
+        if name in changed
+    }
     hidden_size = stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or 0
     return dtypes <= {"F16", "BF16"} and hidden_size >= _WIDE and multiplies_bfloat16(device)
 
@@ -169,7 +190,9 @@ def held_bytes(checkpoint: Checkpoint, *, halves: bool) -> int:
     for entry in checkpoint.entries.values():
         is_embedding = vocabulary in entry.shape and not has_embeddings
         has_embeddings = has_embeddings or is_embedding
-        total += entry.elements * (2 if halves and len(entry.shape) == 2 and not is_embedding else 4)
+        total += entry.elements * (
+            2 if halves and len(entry.shape) == 2 and not is_embedding else 4
+        )
     return total
 
 
@@ -192,7 +215,10 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
     if plan.merge_method.merges_layers:
         # merged layers lie beside the result until it is written
         disk += sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
-        widths = [(layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim) for layer in plan.layers]
+        widths = [
+            (layer.heads + layer.kv_heads) * (layer.key_head_dim + layer.value_head_dim)
+            for layer in plan.layers
+        ]
         memory += 6 * 8 * max(widths) * hidden_size_of(plan)  # float64 copies of a layer's rows
         least = memory
         if options.has_data:
@@ -242,14 +268,19 @@ def _running_bytes(plan: Plan, tokens: int, block: int, device: str) -> int:
 
 def device_of(options: CalibrationOptions) -> str:
     """Where models run, found without importing torch on a machine without a GPU."""
-    return chosen_device(options.device) if options.device is not None or has_gpu_driver() else "cpu"
+    return (
+        chosen_device(options.device) if options.device is not None or has_gpu_driver() else "cpu"
+    )
 
 
 def block_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """The tokens of the longest block of calibration text, at most."""
     from gqa_convert.conversion.fit.calibration_text import calibration_length_for
 
-    return min(wanted_tokens(plan, options), options.sequence_length or calibration_length_for(plan.checkpoint.config))
+    return min(
+        wanted_tokens(plan, options),
+        options.sequence_length or calibration_length_for(plan.checkpoint.config),
+    )
 
 
 def free_memory(device: str) -> int:
@@ -275,7 +306,9 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
     for layer, groups in plan.merged_layers:
         rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
     # a fused projection runs with the rows of its shared heads repeated
-    repeated = 4 * sum(math.prod(change.before) for change in plan.changes if len(change.sections) > 1)
+    repeated = 4 * sum(
+        math.prod(change.before) for change in plan.changes if len(change.sections) > 1
+    )
     copied = not recompute and is_reduced(plan, _torch_device(device))
     trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
     kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
@@ -286,4 +319,6 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
 def hidden_size_of(plan: Plan) -> int:
     """As its config has it, else the width of the first layer's queries."""
     layer = plan.layers[0]
-    return stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
+    return (
+        stated_count(plan.checkpoint.config, HIDDEN_SIZE_KEYS) or layer.heads * layer.key_head_dim
+    )

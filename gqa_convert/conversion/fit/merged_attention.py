@@ -63,7 +63,9 @@ class MergedAttention:
             roles = [section.role for section in own]
             parts, pieces, gates, rows = [name], [tensor], None, None
             if "gate" in roles:
-                mask = torch.from_numpy(np.isin(np.arange(len(tensor)), numbers[roles.index("gate")]))
+                mask = torch.from_numpy(
+                    np.isin(np.arange(len(tensor)), numbers[roles.index("gate")])
+                )
                 gates = mask.to(self._device).view(-1, *[1] * (tensor.ndim - 1))
             elif len(roles) > 1:
                 parts = [f"{role}.{name}" for role in roles]

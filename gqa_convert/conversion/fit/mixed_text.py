@@ -59,7 +59,12 @@ class MadeUpRecords:
         for _ in range(count):
             ids: list[int] = []
             while len(ids) < length:
-                ids += [*tokenizer(next(documents), add_special_tokens=False, verbose=False)["input_ids"], *end]
+                ids += [
+                    *tokenizer(next(documents), add_special_tokens=False, verbose=False)[
+                        "input_ids"
+                    ],
+                    *end,
+                ]
             made += ids[:length]
         return np.array(made, np.int64)
 
@@ -76,7 +81,10 @@ class SharedText:
 
 
 def mixed(
-    texts: Sequence[Any], seed: int, documents: OwnText | None = None, conversations: OwnText | None = None
+    texts: Sequence[Any],
+    seed: int,
+    documents: OwnText | None = None,
+    conversations: OwnText | None = None,
 ) -> list[SharedText]:
     """What is mixed into the user's texts.
 
@@ -93,7 +101,9 @@ def mixed(
         added.append(SharedText(STDLIB, CODE_SHARE, "Python sources"))
     filler = []
     if documents is not None:  # its first ones, which are the same however many it writes
-        paragraphs = [paragraph for text in documents.first_texts() for paragraph in text.split("\n\n")]
+        paragraphs = [
+            paragraph for text in documents.first_texts() for paragraph in text.split("\n\n")
+        ]
         filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
     added.append(SharedText(MadeUpRecords(seed, filler), RECORDS_SHARE, "made-up records"))
     return added

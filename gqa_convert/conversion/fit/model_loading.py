@@ -13,7 +13,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.memory import WEIGHTS_SHARE, free_memory, half_type, held_bytes, is_reduced
+from gqa_convert.conversion.fit.memory import (
+    WEIGHTS_SHARE,
+    free_memory,
+    half_type,
+    held_bytes,
+    is_reduced,
+)
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
@@ -48,14 +54,20 @@ def open_model(folder: Path, *, device: str = "cpu", halves: bool = False) -> An
     needed = held_bytes(checkpoint, halves=stored is not None)
     with explained(str(folder)), ExitStack() as stack:
         if needed <= limit:
-            model, missing = _load_halves(folder, stored) if stored else load_model(folder, torch.float32)
+            model, missing = (
+                _load_halves(folder, stored) if stored else load_model(folder, torch.float32)
+            )
             model.to(place)
         else:
             memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
             memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
             scratch = stack.enter_context(staged_folder(Path(gettempdir()) / "offloaded"))
             model, missing = load_model(
-                folder, torch.float32, device_map="auto", max_memory=memory, offload_folder=scratch.path
+                folder,
+                torch.float32,
+                device_map="auto",
+                max_memory=memory,
+                offload_folder=scratch.path,
             )
             weakref.finalize(model, stack.pop_all().close)
     check_complete(str(folder), folder, missing, _HEAD)
@@ -67,7 +79,9 @@ def _load_halves(folder: Path, dtype: str) -> tuple[Any, list[str]]:
     """Load a model whose linear layers hold their weights as the folder does, and all else float32."""
     model, missing = load_model(folder, torch.bfloat16 if dtype == "BF16" else torch.float16)
     if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
-        return load_model(folder, torch.float32)  # it was computed in 16 bits, and widening it would not repair it
+        return load_model(
+            folder, torch.float32
+        )  # it was computed in 16 bits, and widening it would not repair it
     linear = [module for module in model.modules() if type(module) is torch.nn.Linear]
     others = [module for module in model.modules() if type(module) is not torch.nn.Linear]
     tied = {id(parameter) for module in others for parameter in module._parameters.values()}
@@ -90,7 +104,9 @@ def _linear(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(inputs, weight, bias)
 
 
-def _take_encoder_outputs(model: Any, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _take_encoder_outputs(
+    model: Any, args: Any, inputs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Let a model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type. It stays
     in that type where products are made in half precision anyway.
     """
@@ -178,4 +194,8 @@ def precision_of(plan: Plan, device: torch.device) -> Precision:
         plan: of the conversion.
         device: where the model runs.
     """
-    return partial(torch.autocast, device.type, torch.bfloat16) if is_reduced(plan, device) else nullcontext
+    return (
+        partial(torch.autocast, device.type, torch.bfloat16)
+        if is_reduced(plan, device)
+        else nullcontext
+    )

@@ -84,7 +84,13 @@ class OneLayer:
         tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
         check_holds(attention.module, layer)
-        self._attention, self._layer, self._groups, self._options, self._tell = attention, layer, groups, options, tell
+        self._attention, self._layer, self._groups, self._options, self._tell = (
+            attention,
+            layer,
+            groups,
+            options,
+            tell,
+        )
         self._layout = layer.layout
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
         self._first = attention.batches - options.validation
@@ -111,15 +117,21 @@ class OneLayer:
         source = reorder_heads(source, order)
         self._tell("low-frequency pairs")
         first_low = self._first_low_frequency(source, moments)
-        found = self._install(by_first(partial(merge_layer, source, groups, limits, moments, first_low)))
+        found = self._install(
+            by_first(partial(merge_layer, source, groups, limits, moments, first_low))
+        )
         weights = self._module.tensors
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
-        found |= {name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()}
+        found |= {
+            name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()
+        }
         name = self._attention.name
         error_vs_mean = (self._error(weights) / error_of_mean) ** 2 if error_of_mean else 0.0
         tensors = self._layout.in_result_types(found)
-        return tensors, LayerRecord(name, {f"{name}.output": self._error(weights, 1)}, order.tolist(), error_vs_mean)
+        return tensors, LayerRecord(
+            name, {f"{name}.output": self._error(weights, 1)}, order.tolist(), error_vs_mean
+        )
 
     def _install(self, merged: Heads) -> Tensors:
         """Let the attention module run with merged heads; returns the layer's tensors."""
@@ -162,7 +174,10 @@ class OneLayer:
             tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
             with self._options.precision(), unmerged.installed(unmerged.tensors):
-                errors = [float(call.squared(self._attention.run(call)[0] - call.output)) for call in calls]
+                errors = [
+                    float(call.squared(self._attention.run(call)[0] - call.output))
+                    for call in calls
+                ]
                 return float(total(sum(errors, start=0.0)))
 
         return least(error, limits.pairs.shape[1])
@@ -236,6 +251,8 @@ def least(error: Callable[[int], float], count: int) -> int:
     at = cache(error)
     best, step = count // 2, (count + 2) // 4
     while step:
-        best = min((number for number in (best, best - step, best + step) if 0 <= number <= count), key=at)
+        best = min(
+            (number for number in (best, best - step, best + step) if 0 <= number <= count), key=at
+        )
         step //= 2
     return min(range(max(0, best - 2), min(count, best + 2) + 1), key=at)

@@ -32,11 +32,16 @@ class RelativeAdam:
         self.layers: list[dict[str, Tensor]] = []
         groups: list[dict[str, Any]] = []
         for tensors in layers:
-            sizes = {name: float(start.double().square().mean().sqrt()) for name, start in tensors.items()}
+            sizes = {
+                name: float(start.double().square().mean().sqrt())
+                for name, start in tensors.items()
+            }
             trained = {name: start.detach().requires_grad_() for name, start in tensors.items()}
             for name, tensor in trained.items():
                 weight = name.removesuffix(".bias") + ".weight"
-                groups.append({"params": [tensor], "lr": rate * max(sizes[name], sizes.get(weight, 0.0))})
+                groups.append(
+                    {"params": [tensor], "lr": rate * max(sizes[name], sizes.get(weight, 0.0))}
+                )
             self.layers.append(trained)
 
         self._adam = torch.optim.Adam(groups, betas=_BETAS, fused=True)
@@ -45,14 +50,18 @@ class RelativeAdam:
 
     def step(self) -> None:
         """One step down the gradients that the backward passes of all processes have summed since the last step."""
-        share = min(1.0, (self._taken + 1) / _WARM_UP) * (1 - (1 - _END) * self._taken / self._steps)
+        share = min(1.0, (self._taken + 1) / _WARM_UP) * (
+            1 - (1 - _END) * self._taken / self._steps
+        )
         for group, rate in zip(self._adam.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         if count() > 1:
             for _, tensor in self._named():
                 if tensor.grad is None:
                     tensor.grad = torch.zeros_like(tensor)
-                tensor.grad.copy_(total(tensor.grad))  # whose strides the fused optimizer takes to be the tensor's
+                tensor.grad.copy_(
+                    total(tensor.grad)
+                )  # whose strides the fused optimizer takes to be the tensor's
         self._adam.step()
         self._taken += 1
         self._adam.zero_grad()
@@ -62,7 +71,11 @@ class RelativeAdam:
         found: dict[str, Tensor] = {}
         for name, tensor in self._named():
             own = self._adam.state[tensor]
-            found |= {name: tensor.detach(), f"{name} mean": own["exp_avg"], f"{name} square": own["exp_avg_sq"]}
+            found |= {
+                name: tensor.detach(),
+                f"{name} mean": own["exp_avg"],
+                f"{name} square": own["exp_avg_sq"],
+            }
         return found
 
     def restore(self, state: Mapping[str, Tensor], taken: int) -> None:
@@ -76,7 +89,9 @@ class RelativeAdam:
         for name, tensor in self._named():
             tensor.data.copy_(state[name])
             moments = {"exp_avg": state[f"{name} mean"], "exp_avg_sq": state[f"{name} square"]}
-            self._adam.state[tensor] = {key: moment.to(tensor.device) for key, moment in moments.items()}
+            self._adam.state[tensor] = {
+                key: moment.to(tensor.device) for key, moment in moments.items()
+            }
             self._adam.state[tensor]["step"] = torch.tensor(float(taken), device=tensor.device)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +101,9 @@ class RelativeAdam:
 
     def results(self) -> list[dict[str, Tensor]]:
         """What was trained, layer by layer, without gradients."""
-        return [{name: tensor.detach() for name, tensor in tensors.items()} for tensors in self.layers]
+        return [
+            {name: tensor.detach() for name, tensor in tensors.items()} for tensors in self.layers
+        ]
 
 
 def batch_order(count: int, steps: int, seed: int) -> list[int]:

@@ -64,7 +64,9 @@ def steps_together(plan: Plan, options: CalibrationOptions) -> int:
 
 def mixes(plan: Plan, options: CalibrationOptions) -> bool:
     """Whether other kinds of text are mixed into the user's."""
-    return options.mix and plan.merge_method.trains and not is_encoder_decoder(plan.checkpoint.config)
+    return (
+        options.mix and plan.merge_method.trains and not is_encoder_decoder(plan.checkpoint.config)
+    )
 
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
@@ -82,7 +84,9 @@ def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
 
 def each_of(source: Any) -> list[Any]:
     """Each text, or folder of sound, of one or of a list."""
-    return list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    return (
+        list(source) if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    )
 
 
 def check_calibration(method: str, options: CalibrationOptions) -> None:
@@ -122,7 +126,9 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         if value is not None and value < 0:
             raise OptionError(f"{option} is {value}, expected 0 or more")
     if not options.mix and not wanted.trains:
-        raise OptionError(f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out")
+        raise OptionError(
+            f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out"
+        )
     if options.tokens is not None and options.tokens < 1:
         raise OptionError(f"--calibration-tokens is {options.tokens}, expected a number above 0")
     if options.device is not None:
@@ -130,7 +136,9 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
 
 
 def check_predicts(
-    plan: Plan, options: CalibrationOptions, advice: str = "choose --method factor without --calibration"
+    plan: Plan,
+    options: CalibrationOptions,
+    advice: str = "choose --method factor without --calibration",
 ) -> None:
     """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part, and
     local text that is not there.
@@ -154,7 +162,9 @@ def check_predicts(
             "choose --method factor without --calibration"
         )
     check_language_model(
-        plan.checkpoint.source_id, plan.checkpoint.config, f"calibration compares its predictions; {advice}"
+        plan.checkpoint.source_id,
+        plan.checkpoint.config,
+        f"calibration compares its predictions; {advice}",
     )
     if not plan.family.native and plan.family.modeling is None:
         raise OptionError(

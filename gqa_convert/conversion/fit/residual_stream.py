@@ -47,11 +47,15 @@ def find_stream(model: Any, layer: str, projection: str, run: Callable[[], Any])
     """
     own = StreamPlace(projection, enters=False)
     whole = _trace(model, layer, run)
-    with model.get_submodule(projection).register_forward_hook(lambda _, __, output: torch.zeros_like(output)):
+    with model.get_submodule(projection).register_forward_hook(
+        lambda _, __, output: torch.zeros_like(output)
+    ):
         without = _trace(model, layer, run)
     start = [place for place, _ in whole].index(own)
     contribution = whole[start][1]
-    for (place, one), (other_place, other) in zip(whole[start + 1 :], without[start + 1 :], strict=False):
+    for (place, one), (other_place, other) in zip(
+        whole[start + 1 :], without[start + 1 :], strict=False
+    ):
         if place != other_place:
             break  # experts are chosen otherwise
         if len(one) != len(contribution) or not other.any():
@@ -74,7 +78,9 @@ def _trace(model: Any, layer: str, run: Callable[[], Any]) -> list[tuple[StreamP
     with ExitStack() as hooks:
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             for enters in (True, False):
-                hooks.enter_context(on_passing(module, enters, partial(note, StreamPlace(name, enters))))
+                hooks.enter_context(
+                    on_passing(module, enters, partial(note, StreamPlace(name, enters)))
+                )
         run()
     return found
 
@@ -83,7 +89,8 @@ def on_passing(module: Any, enters: bool, arrive: Callable[[Any], None]) -> Any:
     """A hook that calls a function with the first tensor that enters, or that leaves, a module each time."""
     if enters:
         return module.register_forward_pre_hook(
-            lambda _, args, kwargs: arrive(first_tensor((*args, *kwargs.values()))), with_kwargs=True
+            lambda _, args, kwargs: arrive(first_tensor((*args, *kwargs.values()))),
+            with_kwargs=True,
         )
     return module.register_forward_hook(lambda _, __, output: arrive(first_tensor(output)))
 

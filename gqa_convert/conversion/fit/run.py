@@ -14,10 +14,21 @@ from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memor
 from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.fit.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore, layer_key
+from gqa_convert.conversion.fit.layer_store import (
+    HALFWAY,
+    TOGETHER,
+    LayerStore,
+    SharedStore,
+    layer_key,
+)
 from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
+from gqa_convert.conversion.fit.progress import (
+    ALL_TOGETHER,
+    MERGING_LAYERS,
+    FitProgress,
+    OnProgress,
+)
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, LaunchError, NoSpaceError, OptionError
 from gqa_convert.processes import by_first, count, sharing, started
@@ -119,14 +130,19 @@ def _merge_on_data(
     left_out = [*decisions.left_out(plan, options)]
     on_progress(tell("reading the text", note=_left_out_note(left_out)))
     calibration = prepare_calibration(
-        plan, options, lambda label, done, total: on_progress(FitProgress(label, done, total)), decisions
+        plan,
+        options,
+        lambda label, done, total: on_progress(FitProgress(label, done, total)),
+        decisions,
     )
     steps = decisions.last_stage_steps(plan, options)
     more = [*calibration.left_out]
     if not calibration.held_out:
         problem = "the layers use all of the text: lower --calibration-tokens, or name more text"
         if steps and options.kl_steps is not None:
-            raise OptionError(f"--kl-steps {steps} trains all layers together on text of its own, and {problem}")
+            raise OptionError(
+                f"--kl-steps {steps} trains all layers together on text of its own, and {problem}"
+            )
         if steps:
             more.append(f"{LAST_STAGE}, because {problem}")
         more.append(f"the divergence from the source, because {problem}")
@@ -152,7 +168,14 @@ def _merge_on_data(
     record = replace(record, left_out=(*left_out, *more))
     with sharing(_fit_with_first, plan, calibration, options, record, steps, decisions.recompute):
         return fit_checkpoint(
-            plan, store, calibration, options, on_progress, record, steps, recompute=decisions.recompute
+            plan,
+            store,
+            calibration,
+            options,
+            on_progress,
+            record,
+            steps,
+            recompute=decisions.recompute,
         )
 
 
@@ -165,7 +188,9 @@ def _fit_with_first(
     recompute: bool,
 ) -> None:
     """What all processes but the first do while this one fits a checkpoint: the same on their rows of the text."""
-    fit_checkpoint(plan, None, calibration, options, lambda progress: None, record, steps, recompute=recompute)
+    fit_checkpoint(
+        plan, None, calibration, options, lambda progress: None, record, steps, recompute=recompute
+    )
 
 
 def _check_shares(rows: int) -> None:
@@ -175,7 +200,9 @@ def _check_shares(rows: int) -> None:
         LaunchError: some process would have nothing to read.
     """
     if rows < count():
-        raise LaunchError(f"{count()} processes cannot share {rows} blocks of calibration text: start at most {rows}")
+        raise LaunchError(
+            f"{count()} processes cannot share {rows} blocks of calibration text: start at most {rows}"
+        )
 
 
 def _left_out_note(sentences: Sequence[str]) -> str | None:
@@ -227,27 +254,37 @@ def fit_checkpoint(
     from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
     from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
 
-    store, held_out, is_asked = SharedStore(files), calibration.held_out, options.kl_steps is not None
+    store, held_out, is_asked = (
+        SharedStore(files),
+        calibration.held_out,
+        options.kl_steps is not None,
+    )
     request = {"steps": options.kl_steps, "data": digest_of([], [*calibration.fresh, *held_out])}
     finished = store.record(_RESULT)
     is_whole = all(store.layer(number) is not None for number in range(len(plan.merged_layers)))
     if finished is not None and is_whole and finished.pop("request") == request:
         kl = Divergence(**finished["kl"]) if finished["kl"] else None
-        return replace(record, kl_steps=finished["kl_steps"], kl=kl, left_out=tuple(finished["left_out"]))
+        return replace(
+            record, kl_steps=finished["kl_steps"], kl=kl, left_out=tuple(finished["left_out"])
+        )
     store.discard(_RESULT)
     store.discard(TOGETHER)
     if not is_whole:
         store.discard(HALFWAY)  # it began with other layers
     on_progress(FitProgress(MERGING_LAYERS, 0, len(plan.merged_layers), "loading the source"))
     device = chosen_device(options.device)
-    model = open_model(plan.checkpoint.local_folder, device=device, halves=holds_halves(plan, device))
+    model = open_model(
+        plan.checkpoint.local_folder, device=device, halves=holds_halves(plan, device)
+    )
     if steps and any(parameter.is_meta for parameter in model.parameters()):  # offloaded
         raise OptionError(
             f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
             "with --kl-steps 0, and run the same command again, which resumes from the finished layers"
         )
     learned, validation = hold_out(calibration.batches, VALIDATED)
-    fitted, validating = ([*part, *beginnings(part, calibration.batches)] for part in (learned, validation))
+    fitted, validating = (
+        [*part, *beginnings(part, calibration.batches)] for part in (learned, validation)
+    )
     by_first(partial(_check_shares, sum(len(tokens_of(batch)) for batch in fitted)))
     fitting = FitOptions(
         method=plan.merge_method,
@@ -262,13 +299,19 @@ def fit_checkpoint(
         on_progress(at_end("measuring the result"))
         tokens = sum(tokens_of(batch).numel() for batch in held_out)
         before = measure_divergence(plan, store, model, held_out)
-        record = replace(record, kl=Divergence(before, before, f"{tokens:,} held-out tokens of {calibration.label}"))
+        record = replace(
+            record,
+            kl=Divergence(before, before, f"{tokens:,} held-out tokens of {calibration.label}"),
+        )
     if steps:
         texts = [*calibration.fresh, *learned], validation or learned
         try:
             student = Student(plan, store, model, fitting.precision, recompute=recompute)
             stage = LastStage(
-                steps=steps, seed=options.seed, least=0.0 if is_asked else distillation.WORTHWHILE, request=request
+                steps=steps,
+                seed=options.seed,
+                least=0.0 if is_asked else distillation.WORTHWHILE,
+                request=request,
             )
             steps, trained = train_together(student, store, *texts, stage, on_progress)
             if trained is not None:
@@ -281,10 +324,15 @@ def fit_checkpoint(
             on_progress(at_end(note=_left_out_note([sentence])))
             record = replace(record, left_out=(*record.left_out, sentence))
         if record.kl is not None and store.record(TOGETHER) is not None:
-            record = replace(record, kl=replace(record.kl, after=measure_divergence(plan, store, model, held_out)))
+            record = replace(
+                record,
+                kl=replace(record.kl, after=measure_divergence(plan, store, model, held_out)),
+            )
     record = replace(record, kl_steps=steps)
     on_progress(at_end(kl=record.kl))
-    store.write(_RESULT, {}, {"request": request} | {key: plain(getattr(record, key)) for key in FOUND})
+    store.write(
+        _RESULT, {}, {"request": request} | {key: plain(getattr(record, key)) for key in FOUND}
+    )
     return record
 
 

@@ -81,7 +81,10 @@ class Regression:
     def add(self, inputs: Tensor, error: Tensor, weights: Tensor) -> None:
         """Add inputs of the projection [B, L, z], what its output lacks [B, L, t], and how much each position counts [B, L]."""
         roots = weights.float().sqrt().flatten()[:, None]
-        rows, wanted = roots * rows_of(inputs, constant=self._biased), roots * rows_of(error, constant=False)
+        rows, wanted = (
+            roots * rows_of(inputs, constant=self._biased),
+            roots * rows_of(error, constant=False),
+        )
         self._gram += product(rows, rows)
         self._cross += product(rows, wanted)
         self._power += wanted.square().sum(0).double()
@@ -96,7 +99,11 @@ class Regression:
         """The same of evenly spaced columns of the output, or of all if they are few."""
         step = max(1, len(self._power) // _SAMPLED)
         found = Regression(biased=self._biased)
-        found._gram, found._cross, found._power = self._gram, self._cross[:, ::step], self._power[::step]
+        found._gram, found._cross, found._power = (
+            self._gram,
+            self._cross[:, ::step],
+            self._power[::step],
+        )
         return found
 
     @property
@@ -112,7 +119,11 @@ class Regression:
         matrix = self._gram.clone()
         matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        return torch.linalg.solve(matrix, self._cross) if failed else torch.cholesky_solve(self._cross, factor)
+        return (
+            torch.linalg.solve(matrix, self._cross)
+            if failed
+            else torch.cholesky_solve(self._cross, factor)
+        )
 
     def error(self, change: Tensor) -> float:
         """The squared error that remains after a change."""

@@ -22,7 +22,9 @@ SHORTEST = 16 * SPAN
 _EVERY = 2
 
 
-def stretched(ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]) -> dict[str, Integers]:
+def stretched(
+    ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]
+) -> dict[str, Integers]:
     """A batch of blocks, of which every second one is stretched if the context is longer, and the block long enough to
     copy from.
 

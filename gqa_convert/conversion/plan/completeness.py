@@ -28,11 +28,17 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
     family, config = finder.family, finder.config
     reused = config_value(config, family.shared_layers_key)
     projections = (family.fused or family.query, family.key, family.value, family.output)
-    ends = tuple(f".{module}.{projection}.weight" for module in family.attention for projection in projections)
+    ends = tuple(
+        f".{module}.{projection}.weight"
+        for module in family.attention
+        for projection in projections
+    )
     for place, keys in family.layers:
         layers = _find_layers(finder, place)
         if not layers:
-            if place.startswith(family.encoder or " ") and not config.get("is_encoder_decoder", True):
+            if place.startswith(family.encoder or " ") and not config.get(
+                "is_encoder_decoder", True
+            ):
                 continue  # the decoder alone
             prefix = next(filter(None, family.prefixes), "")
             raise ConfigError(
@@ -41,12 +47,16 @@ def check_layers(checkpoint: Checkpoint, finder: AttentionFinder) -> None:
                 "model with save_pretrained"
             )
         count = stated_layers(finder.config, keys) or max(layers) + 1
-        expected = {name for names in layers.values() for name in names if f".{name}".endswith(ends)}
+        expected = {
+            name for names in layers.values() for name in names if f".{name}".endswith(ends)
+        }
         for number in range(count):
             names = layers[number]
             missing = expected - names
             if number >= count - (reused or 0):
-                missing = {name for name in missing if name.split(".")[-2] in (family.query, family.output)}
+                missing = {
+                    name for name in missing if name.split(".")[-2] in (family.query, family.output)
+                }
             if missing and not any(_is_inside(name, family.without_attention) for name in names):
                 raise ConfigError(
                     f"{checkpoint.source_id} has no tensor {place}.{number}.{min(missing)}, which transformers looks for in each of "

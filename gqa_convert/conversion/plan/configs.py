@@ -26,7 +26,9 @@ def converted_config(
     if family.is_composite:
         return _composite_config(config, family, groups)
     result = copy.deepcopy(config)
-    if family.modeling is None or modeling is not None:  # stock classes of the other types know no such keys
+    if (
+        family.modeling is None or modeling is not None
+    ):  # stock classes of the other types know no such keys
         for dotted in family.kv_heads_keys:
             *sections, key = dotted.split(".")
             section = result
@@ -79,7 +81,8 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     tokenizer = config.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,
-        "architectures": [name for name in stated if name in names] or [names[min(2, len(names) - 1)]],
+        "architectures": [name for name in stated if name in names]
+        or [names[min(2, len(names) - 1)]],
         "auto_map": kept | modeling.auto_map,
         "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
         TESTED_KEY: TESTED,

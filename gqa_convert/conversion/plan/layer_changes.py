@@ -41,7 +41,9 @@ def layer_changes(
         rows = sum(section.rows for section in regrouped(sections, groups))
         after = (before[0], rows) if is_transposed else (rows, *before[1:])
         entry = TensorEntry(finder.dtype(name), after)
-        yield TensorChange(name, before, entry, applied.name, (name,), sections, groups, is_transposed)
+        yield TensorChange(
+            name, before, entry, applied.name, (name,), sections, groups, is_transposed
+        )
     for names in finder.head_lists(layer):
         # the gains of norms that have a tensor for each K/V head
         if groups > len(names):
@@ -50,13 +52,21 @@ def layer_changes(
                 f"choose at most {len(names)} groups"
             )
         size, shape = len(names) // groups, entries[names[0]].shape
-        entry, sections = TensorEntry(finder.dtype(names[0]), shape), separate("key_norm", size, shape[0])
+        entry, sections = (
+            TensorEntry(finder.dtype(names[0]), shape),
+            separate("key_norm", size, shape[0]),
+        )
         for group in range(groups):
             sources = tuple(names[group * size : (group + 1) * size])
-            yield TensorChange(names[group], (size, *shape), entry, applied.name, sources, sections, groups=1)
+            yield TensorChange(
+                names[group], (size, *shape), entry, applied.name, sources, sections, groups=1
+            )
     if limits is None or applied is not method:
         return
-    for projection, constraint in ((family.query, limits.key_constraint), (family.output, limits.value_constraint)):
+    for projection, constraint in (
+        (family.query, limits.key_constraint),
+        (family.output, limits.value_constraint),
+    ):
         for kind in ("weight", "bias"):
             name = f"{layer.module}.{projection}.{kind}"
             if name in entries and (method.trains or not constraint):

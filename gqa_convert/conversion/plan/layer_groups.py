@@ -20,7 +20,9 @@ def merging_counts(*kv_heads: int) -> list[int]:
 def spread(counts: Sequence[int], most: int) -> list[int]:
     """At most so many of the counts, evenly spread, the first and the last among them."""
     chosen = min(most, len(counts))
-    return [counts[round(place * (len(counts) - 1) / max(1, chosen - 1))] for place in range(chosen)]
+    return [
+        counts[round(place * (len(counts) - 1) / max(1, chosen - 1))] for place in range(chosen)
+    ]
 
 
 def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[str, int]:
@@ -38,7 +40,9 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
     is_one_number = isinstance(groups, int) and not family.is_layerwise
     counts = [groups] * len(layers) if isinstance(groups, int) else groups
     if not is_one_number and not family.layerwise:
-        raise GroupsError(f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one")
+        raise GroupsError(
+            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one"
+        )
     if len(counts) != len(layers):
         raise GroupsError(
             f"--groups lists {len(counts)} numbers for the {len(layers)} attention layers of "
@@ -54,7 +58,9 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
         if count not in (*fewer, *more):
             choices = ", ".join(map(str, fewer))
             if more:
-                choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
+                choices += (
+                    f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
+                )
             raise GroupsError(
                 f"--groups {count} does not fit this {family.model_type} checkpoint with {layer.kv_heads} K/V heads and {layer.heads} query "
                 f"heads in layer {layer.number}: choose one of {choices}"

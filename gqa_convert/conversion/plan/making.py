@@ -54,7 +54,9 @@ def make_plan(
     merge_method = choose_method(method)
     family = family_of(checkpoint.config)
     if family.native or family.modeling is not None:
-        check_language_model(checkpoint.source_id, checkpoint.config, "a K/V cache serves to generate text")
+        check_language_model(
+            checkpoint.source_id, checkpoint.config, "a K/V cache serves to generate text"
+        )
     if family.modeling is None and native is False:
         raise OptionError(
             f"--no-native: stock classes load a {family.model_type} with fewer K/V heads directly: leave the option out"
@@ -71,12 +73,16 @@ def make_plan(
         limits = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
     changes: list[TensorChange] = []
     for layer in sorted(finder.layers, key=lambda layer: layer.number):
-        changes += layer_changes(finder, layer, counts[layer.module], merge_method, limits.get(layer.module))
+        changes += layer_changes(
+            finder, layer, counts[layer.module], merge_method, limits.get(layer.module)
+        )
     # other engines run these with the number that the config states
     needs_no_run = MEAN if merge_method.merges_layers else merge_method
     for layer in finder.unused_layers:
         changes += layer_changes(finder, layer, min(counts.values()), needs_no_run, None)
-    regrouped = {change.name: change for change in changes if change.sources and change.method != COPY.name}
+    regrouped = {
+        change.name: change for change in changes if change.sources and change.method != COPY.name
+    }
     dropped = {name for change in regrouped.values() for name in change.sources} - regrouped.keys()
     modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()), encoder=encoder)
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
@@ -112,9 +118,17 @@ def _form(
     if others or family.is_layerwise:
         form = find_form(family, finder.config)
         assert not isinstance(form, str), form  # layer_groups has refused it
-        reason = None if form == family.layerwise[0] else decilm.why_not(finder.config)  # that form comes first
-        notes = [f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"]
-        return form, restate(form, config, counts) | modeling_keys(config, form), notes if reason else []
+        reason = (
+            None if form == family.layerwise[0] else decilm.why_not(finder.config)
+        )  # that form comes first
+        notes = [
+            f"vLLM and llama.cpp don't run the result, which can't become a DeciLM, since {reason}"
+        ]
+        return (
+            form,
+            restate(form, config, counts) | modeling_keys(config, form),
+            notes if reason else [],
+        )
     unchanged = all(layer.kv_heads == groups for layer in finder.layers)
     modeling = None if unchanged and not family.is_converted else family.modeling
     return modeling, converted_config(config, family, modeling, groups, encoder=encoder), []
@@ -130,7 +144,9 @@ def _warnings(checkpoint: Checkpoint, family: Family, modeling: Modeling | None)
             f"model type {family.model_type} is on no list: it is converted like a Llama, and the result appears only if "
             "it computes what the source with merged heads computes"
         )
-    has_code = any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
+    has_code = (
+        any(name.endswith(".py") for name in checkpoint.carried) or "auto_map" in checkpoint.config
+    )
     if not family.native and not family.modeling:
         keys = ", ".join(family.kv_heads_keys)
         yield f"transformers loads it with the checkpoint's own code, which reads {keys}; that code is copied and never run here"

@@ -167,7 +167,9 @@ class Plan:
             engines = record_of(self.config).run_in
         else:
             engines = frozenset({"transformers"}) if self.family.modeling else self.family.engines
-        return frozenset(engine for engine in engines if not computes_otherwise(engine, self.config))
+        return frozenset(
+            engine for engine in engines if not computes_otherwise(engine, self.config)
+        )
 
     @property
     def listed_in(self) -> frozenset[str]:
@@ -193,7 +195,9 @@ class Plan:
         copied = sum(self.checkpoint.sizes[name] for name in self.checkpoint.carried)
         return self.weight_bytes_after + headers + copied + _SMALL_FILES_BYTES
 
-    def kv_cache_bytes(self, attention_kind: AttentionKind = "decoder", tokens: int = 1) -> BeforeAfter:
+    def kv_cache_bytes(
+        self, attention_kind: AttentionKind = "decoder", tokens: int = 1
+    ) -> BeforeAfter:
         """What the keys and values of all attention layers of a kind take, in the type of the projections.
 
         Args:
@@ -204,7 +208,9 @@ class Plan:
         for layer in self.layers:
             if layer.attention_kind == attention_kind:
                 held = min(tokens, window_of(self.checkpoint.config, layer.number) or tokens)
-                head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held
+                head_bytes = (
+                    (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held
+                )
                 before += layer.kv_heads * head_bytes
                 after += self.layer_groups[layer.module] * head_bytes
         return BeforeAfter(before, after)
@@ -217,7 +223,11 @@ class Plan:
     def tensor_parallel_degrees(self) -> list[int]:
         """Degrees of tensor parallelism that split the query heads and the K/V heads of every layer evenly."""
         counts = (self.heads, *self.layer_groups.values())
-        return [degree for degree in range(1, self.heads + 1) if not any(count % degree for count in counts)]
+        return [
+            degree
+            for degree in range(1, self.heads + 1)
+            if not any(count % degree for count in counts)
+        ]
 
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
@@ -234,7 +244,10 @@ class Plan:
             "attention_layers": len(self.layers),
             "changes": [change.as_json() for change in self.changes],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
-            "weight_bytes": {"before": self.checkpoint.weight_bytes, "after": self.weight_bytes_after},
+            "weight_bytes": {
+                "before": self.checkpoint.weight_bytes,
+                "after": self.weight_bytes_after,
+            },
             **{key: asdict(both) for key, both in self.cache_bytes().items()},
             "disk_bytes": self.disk_bytes,
             "route": self.route,

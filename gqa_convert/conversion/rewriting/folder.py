@@ -63,7 +63,11 @@ def write_rewritten(
         sources.check_unchanged()
     copy_files(checkpoint, folder)
     write_json(folder / CONFIG, checkpoint.config)
-    write_index(folder, {shard.file: shard.tensors for shard in checkpoint.shards}, checkpoint.index_metadata or {})
+    write_index(
+        folder,
+        {shard.file: shard.tensors for shard in checkpoint.shards},
+        checkpoint.index_metadata or {},
+    )
     written = open_checkpoint(folder)
     return replace(
         checkpoint,

@@ -10,7 +10,11 @@ from gqa_convert.conversion.rewriting.stock_config import read_entries, refused_
 from gqa_convert.families import layouts
 
 _CLASSES = {"GPT2LMHeadModel": "GPTBigCodeForCausalLM", "GPT2Model": "GPTBigCodeModel"}
-_SAME_WITH = {"add_cross_attention": False, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+_SAME_WITH = {
+    "add_cross_attention": False,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
 """Values of the source's config with which gpt_bigcode computes the same, which are the defaults too."""
 _DEFAULTS = {
     "initializer_range": 0.02,
@@ -61,12 +65,19 @@ def rewrite_gpt2(source: Checkpoint) -> Checkpoint:
     for number in range(config["n_layer"]):
         move(f"h.{number}.ln_1")
         move(f"h.{number}.ln_2")
-        move(f"h.{number}.attn.c_attn", rows=rows, stored=(hidden_size, 3 * hidden_size), is_transposed=True)
+        move(
+            f"h.{number}.attn.c_attn",
+            rows=rows,
+            stored=(hidden_size, 3 * hidden_size),
+            is_transposed=True,
+        )
         for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             move(f"h.{number}.{name}", is_transposed=True)
     move("ln_f")
     form.add_head("lm_head", is_tied=config["tie_word_embeddings"])
-    return form.checkpoint(config, config["n_layer"], {"bos_token": _END, "eos_token": _END, "unk_token": _END})
+    return form.checkpoint(
+        config, config["n_layer"], {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+    )
 
 
 def _config(config: Config) -> JsonObject:

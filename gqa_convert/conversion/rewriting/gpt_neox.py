@@ -12,7 +12,13 @@ from gqa_convert.conversion.rewriting.stock_config import (
 )
 from gqa_convert.families import layouts
 
-_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 _DEFAULTS = {
     "initializer_range": 0.02,
     "use_cache": True,
@@ -49,7 +55,11 @@ def rewrite_gpt_neox(source: Checkpoint) -> Checkpoint:
         form.add_folded_norm(f"{stock}.input_layernorm", norm)
         for name, section in zip("qkv", sections, strict=True):
             form.fold(
-                f"{stock}.self_attn.{name}_proj", qkv, norm, head_rows((section,)), (3 * hidden_size, hidden_size)
+                f"{stock}.self_attn.{name}_proj",
+                qkv,
+                norm,
+                head_rows((section,)),
+                (3 * hidden_size, hidden_size),
             )
         form.move(f"{stock}.self_attn.dense", f"{own}.attention.dense", has_bias=True)
         form.fold(f"{stock}.mlp.fc1", f"{own}.mlp.dense_h_to_4h", f"{own}.post_attention_layernorm")
@@ -64,8 +74,14 @@ def _config(config: Config) -> JsonObject:
     if not is_parallel:
         raise refused_value("use_parallel_residual", is_parallel)
     entries = read_entries(config, _COUNTS, _DEFAULTS)
-    heads, vocab_size, padding = entries["num_attention_heads"], entries["vocab_size"], entries["pad_token_id"]
-    if isinstance(padding, int) and not -vocab_size <= padding < vocab_size:  # which an embedding refuses
+    heads, vocab_size, padding = (
+        entries["num_attention_heads"],
+        entries["vocab_size"],
+        entries["pad_token_id"],
+    )
+    if (
+        isinstance(padding, int) and not -vocab_size <= padding < vocab_size
+    ):  # which an embedding refuses
         raise refused_value("pad_token_id", padding)
     dropout = config.get("hidden_dropout", 0.0)
     entries |= {"num_key_value_heads": heads} | _positions(config, entries["hidden_size"] // heads)
@@ -82,7 +98,9 @@ def _config(config: Config) -> JsonObject:
 def _positions(config: Config, head_dim: int) -> JsonObject:
     """Rotary positions under the keys of old and of new clients."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+    if not isinstance(parameters, dict) or any(
+        isinstance(value, dict) for value in parameters.values()
+    ):
         raise refused_value("rope_parameters", parameters)
     further = dict(parameters)
     kind = further.pop("type", "default")
@@ -91,11 +109,23 @@ def _positions(config: Config, head_dim: int) -> JsonObject:
     factor = further.pop("partial_rotary_factor", config.get("rotary_pct", 0.25))
     if kind not in _ROPE_TYPES:
         raise refused_value("rope_type", kind)
-    if type(theta) not in (int, float) or type(factor) not in (int, float) or theta <= 0 or not 0 < factor <= 1:
-        raise NoStockClassError(f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense")
+    if (
+        type(theta) not in (int, float)
+        or type(factor) not in (int, float)
+        or theta <= 0
+        or not 0 < factor <= 1
+    ):
+        raise NoStockClassError(
+            f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense"
+        )
     rotated = int(head_dim * factor)
     if not rotated or rotated % 2:
-        raise NoStockClassError(f"{rotated} rotary dimensions of {head_dim} in a head make no pairs")
+        raise NoStockClassError(
+            f"{rotated} rotary dimensions of {head_dim} in a head make no pairs"
+        )
     scaling = None if kind == "default" else {"rope_type": kind} | further
     base = {"rope_theta": theta, "partial_rotary_factor": factor}
-    return base | {"rope_scaling": scaling, "rope_parameters": {"rope_type": "default"} | (scaling or {}) | base}
+    return base | {
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default"} | (scaling or {}) | base,
+    }

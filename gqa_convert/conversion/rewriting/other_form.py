@@ -17,7 +17,13 @@ Shape = tuple[int, ...]
 Compute = Callable[..., Any]
 """One of `arrays`: makes an array from its numpy type and those of the source."""
 
-_UNUSED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_UNUSED = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 """Ends of the names of buffers that old versions saved and that no class reads."""
 
 
@@ -37,7 +43,9 @@ class OtherForm:
         self._source = source
         self._entries = {name: (number, entry) for number, name, entry in source.tensors()}
         self._embedding = f"{embedding}.weight"
-        is_headless = self._embedding in self._entries and prefix + self._embedding not in self._entries
+        is_headless = (
+            self._embedding in self._entries and prefix + self._embedding not in self._entries
+        )
         self.prefix = "" if is_headless else prefix
         self._files: list[dict[str, TensorEntry]] = [{} for _ in source.shards]
         self._recipes: dict[str, Recipe] = {}
@@ -76,7 +84,14 @@ class OtherForm:
         elif has_bias:
             self._fill(f"{stock}.bias", weight, taken, 0.0)
 
-    def fold(self, stock: str, own: str, norm: str, rows: Array | None = None, stored: Shape | None = None) -> None:
+    def fold(
+        self,
+        stock: str,
+        own: str,
+        norm: str,
+        rows: Array | None = None,
+        stored: Shape | None = None,
+    ) -> None:
         """Add a projection that takes over the gain and the bias of the norm before it.
 
         Args:
@@ -94,9 +109,14 @@ class OtherForm:
             self._shape(name, (count,))
         for name in (gain, shift):
             self._shape(name, (*inputs,))
-        product, product_bias = partial(arrays.fold_gain, rows=rows), partial(arrays.fold_bias, rows=rows)
+        product, product_bias = (
+            partial(arrays.fold_gain, rows=rows),
+            partial(arrays.fold_bias, rows=rows),
+        )
         self._add(f"{stock}.weight", (taken, *inputs), (weight, gain), product, is_product=True)
-        self._add(f"{stock}.bias", (taken,), (*biases, shift, weight), product_bias, is_product=True)
+        self._add(
+            f"{stock}.bias", (taken,), (*biases, shift, weight), product_bias, is_product=True
+        )
 
     def add_folded_norm(self, stock: str, own: str) -> None:
         """Add a norm whose gain and bias projections take over."""
@@ -164,7 +184,9 @@ class OtherForm:
     def _shape(self, name: str, expected: Shape | None = None) -> Shape:
         """The shape of a tensor of the source, which must be this one if one is given."""
         if name not in self._entries:
-            raise ConfigError(f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again")
+            raise ConfigError(
+                f"tensor {name} is missing: the checkpoint is incomplete, download or copy it again"
+            )
         found = self._entries[name][1].shape
         if expected not in (None, found):
             raise ConfigError(

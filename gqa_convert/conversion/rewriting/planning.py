@@ -31,7 +31,12 @@ def plan_rewriting(
     config = checkpoint.config
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
-    if family is None or family.is_converted or family.modeling is None or not isinstance(groups, int):
+    if (
+        family is None
+        or family.is_converted
+        or family.modeling is None
+        or not isinstance(groups, int)
+    ):
         return checkpoint
     is_copy = groups == config.get(family.heads_key, config.get("num_attention_heads"))
     if native is False or (native is None and is_copy):
@@ -44,7 +49,9 @@ def plan_rewriting(
         if model_type == "gpt_neox":
             return rewrite_gpt_neox(checkpoint)
         if model_type != "gpt2":
-            raise NoStockClassError(f"no stock class is known to compute what {model_type} does with fewer K/V heads")
+            raise NoStockClassError(
+                f"no stock class is known to compute what {model_type} does with fewer K/V heads"
+            )
         if groups != 1:
             raise NoStockClassError(
                 "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query heads"
@@ -66,4 +73,7 @@ def needs_rewriting(config: Config, result_type: Any) -> bool:
         config: the source's.
         result_type: the model type that the result's config states.
     """
-    return any((known.model_type, known.stock) == (config.get("model_type"), result_type) for known in STOCK_TYPES)
+    return any(
+        (known.model_type, known.stock) == (config.get("model_type"), result_type)
+        for known in STOCK_TYPES
+    )

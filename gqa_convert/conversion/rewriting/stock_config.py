@@ -51,7 +51,9 @@ class NoStockClassError(Exception):
 
 def refused_value(key: str, value: object) -> NoStockClassError:
     """The error for a config value with which the source computes something that the stock class does not."""
-    return NoStockClassError(f"{key} = {value!r}, with which no stock class is known to compute the same")
+    return NoStockClassError(
+        f"{key} = {value!r}, with which no stock class is known to compute the same"
+    )
 
 
 def read_entries(config: Config, counts: Sequence[str], defaults: JsonObject) -> JsonObject:
@@ -69,7 +71,9 @@ def read_entries(config: Config, counts: Sequence[str], defaults: JsonObject) ->
     for key in counts:
         value = config.get(key)
         if type(value) is not int or value < 1:
-            raise ConfigError(f"config.json has {key} = {value!r} where a count belongs: repair the config")
+            raise ConfigError(
+                f"config.json has {key} = {value!r} where a count belongs: repair the config"
+            )
         entries[key] = value
     return entries
 
@@ -91,8 +95,12 @@ def stock_config(
     """
     stated = config.get("architectures") or [next(iter(classes))]
     if not isinstance(stated, list) or len(stated) != 1 or stated[0] not in classes:
-        raise NoStockClassError(f"architectures = {stated!r}, and {stock} stands for {' or '.join(classes)}")
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED.split()}
+        raise NoStockClassError(
+            f"architectures = {stated!r}, and {stock} stands for {' or '.join(classes)}"
+        )
+    result = {
+        key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED.split()
+    }
     result |= {"architectures": [classes[stated[0]]], "model_type": stock} | entries
     result["tokenizer_class"] = config.get("tokenizer_class") or tokenizer
     dtype = config.get("dtype", config.get("torch_dtype"))

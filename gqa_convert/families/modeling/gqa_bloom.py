@@ -25,10 +25,17 @@ class GroupedBloomAttention(FusedAttention):
         batch, heads, length, _ = query.shape
         options["position_bias"] = alibi.view(batch, heads, 1, -1).expand(-1, -1, length, -1)
         options["scaling"] = self.inv_norm_factor
-        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout.p, **options)
-        return dropout_add(self.dense(output), residual, self.hidden_dropout, self.training), weights
+        output, weights = attend(
+            self, query, key, value, attention_mask, self.attention_dropout.p, **options
+        )
+        return dropout_add(
+            self.dense(output), residual, self.hidden_dropout, self.training
+        ), weights
 
 
 __getattr__ = class_maker(
-    __name__, attention={"BloomAttention": GroupedBloomAttention}, eager_constructor=True, _supports_sdpa=True
+    __name__,
+    attention={"BloomAttention": GroupedBloomAttention},
+    eager_constructor=True,
+    _supports_sdpa=True,
 )

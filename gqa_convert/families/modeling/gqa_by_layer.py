@@ -39,7 +39,9 @@ def config_class(stock):
 
         def to_dict(self):
             """The content of config.json."""
-            return super().to_dict() | {"num_key_value_heads": copy.copy(self.multi_query_group_num)}
+            return super().to_dict() | {
+                "num_key_value_heads": copy.copy(self.multi_query_group_num)
+            }
 
     return Config
 

@@ -48,7 +48,9 @@ def misfit(stock, what):
 # Attention
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, position_bias=None, **_options):
+def eager_attention(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, position_bias=None, **_options
+):
     """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
     float32.
 
@@ -69,7 +71,9 @@ def sdpa(module, query, key, value, mask, **options):
     only where there is a mask, so that a CPU gets one: with 16 query and 2 K/V heads, a step of a BART that reads 4,000
     tokens in bfloat16 takes 25 ms instead of 86, and 125 with 16 K/V heads.
     """
-    decodes_on_cpu = query.shape[2] == 1 and query.device.type == "cpu" and not torch.compiler.is_compiling()
+    decodes_on_cpu = (
+        query.shape[2] == 1 and query.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
     if mask is None and decodes_on_cpu and options.get("cache") is None:
         mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
     return sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -99,7 +103,9 @@ def attend(module, query, key, value, mask, dropout, **options):
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, kwargs=options)
     options["dropout"] = dropout if module.training else 0.0
-    function = ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention)
+    function = ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, eager_attention
+    )
     output, weights = function(module, query, key, value, mask, **options)
     return output.flatten(2), weights
 
@@ -143,7 +149,11 @@ class FusedAttention(GroupedAttention):
         (name,) = self.projections
         stock = getattr(self, name)
         hidden_size = stock.in_features
-        self.widths = [hidden_size, hidden_size // num_key_value_groups, hidden_size // num_key_value_groups]
+        self.widths = [
+            hidden_size,
+            hidden_size // num_key_value_groups,
+            hidden_size // num_key_value_groups,
+        ]
         setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
 
     def split(self, states):
@@ -192,7 +202,9 @@ def grouped_forward(forward):
         "ALL_ATTENTION_FUNCTIONS": ATTENTION_FUNCTIONS,
     }
     del names["__name__"]
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     made.__module__ = forward.__module__
     return made
 
@@ -251,7 +263,9 @@ class GroupedModel:
         super().__init__(config)
         self.regroup(config)
         if self.eager_constructor:
-            config._attn_implementation = self._check_and_adjust_attn_implementation(requested, is_init_check=True)
+            config._attn_implementation = self._check_and_adjust_attn_implementation(
+                requested, is_init_check=True
+            )
         self.post_init()
 
     def regroup(self, config):
@@ -278,7 +292,9 @@ def regroup_layers(model, counts):
                 config = copy.copy(stock.config)
                 config.num_key_value_heads = counts[stock.layer_idx]
                 made = type(stock)(config, stock.layer_idx)
-                made.config = stock.config  # a later change of the attention function reaches every layer
+                made.config = (
+                    stock.config
+                )  # a later change of the attention function reaches every layer
                 setattr(parent, name, made)
 
 
@@ -290,7 +306,9 @@ def config_class(stock):
         model_type = f"{PREFIX.lower()}_{stock.model_type.replace('-', '_')}"
         # Whisper's makes num_key_value_heads another name of encoder_attention_heads.
         attribute_map = {  # noqa: RUF012
-            name: other for name, other in stock.attribute_map.items() if name != "num_key_value_heads"
+            name: other
+            for name, other in stock.attribute_map.items()
+            if name != "num_key_value_heads"
         }
         num_key_value_heads: int | None = None
         """K/V heads of self-attention and of a decoder's cross-attention; None for as many as query heads."""
@@ -309,7 +327,11 @@ def class_maker(module, make_config=config_class, **of_models):
     """
 
     def make(name):
-        stock = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+        stock = (
+            getattr(transformers, name.removeprefix(PREFIX), None)
+            if name.startswith(PREFIX)
+            else None
+        )
         bases = stock.__mro__ if isinstance(stock, type) else ()
         if PreTrainedConfig in bases:
             made = make_config(stock)

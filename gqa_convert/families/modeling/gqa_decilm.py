@@ -35,7 +35,8 @@ class DeciLMConfig(LlamaConfig):
 
     def __post_init__(self, **options):
         self.block_configs = [
-            Section({name: Section(section) for name, section in block.items()}) for block in self.block_configs or []
+            Section({name: Section(section) for name, section in block.items()})
+            for block in self.block_configs or []
         ]
         super().__post_init__(**options)
 
@@ -45,12 +46,18 @@ class GroupedLlama(GroupedModel):
 
     def regroup(self, config):
         heads = config.num_attention_heads
-        regroup_layers(self, [heads // block.attention.n_heads_in_group for block in config.block_configs])
+        regroup_layers(
+            self, [heads // block.attention.n_heads_in_group for block in config.block_configs]
+        )
         for layer in self.base_model.layers:
             for name in ("q_proj", "k_proj", "v_proj"):
                 stock = getattr(layer.self_attn, name)
                 bias = getattr(config, "qkv_bias", config.attention_bias)
-                setattr(layer.self_attn, name, nn.Linear(stock.in_features, stock.out_features, bias=bias))
+                setattr(
+                    layer.self_attn,
+                    name,
+                    nn.Linear(stock.in_features, stock.out_features, bias=bias),
+                )
 
 
 class DeciLMModel(GroupedLlama, LlamaModel):

@@ -22,11 +22,17 @@ class GroupedFalconAttention(FusedAttention):
         if alibi is None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         elif kind == "eager":  # ALiBi is scaled with the scores; sdpa has it in the mask
-            options["position_bias"] = alibi.view(len(query), self.num_heads, 1, -1) * self.inv_norm_factor
+            options["position_bias"] = (
+                alibi.view(len(query), self.num_heads, 1, -1) * self.inv_norm_factor
+            )
         elif kind != "sdpa":
             raise ValueError(f"Falcon with ALiBi runs with eager or sdpa attention, not {kind}")
-        output, weights = attend(self, query, key, value, attention_mask, self.attention_dropout.p, **options)
+        output, weights = attend(
+            self, query, key, value, attention_mask, self.attention_dropout.p, **options
+        )
         return self.dense(output), weights
 
 
-__getattr__ = class_maker(__name__, attention={"FalconAttention": GroupedFalconAttention}, eager_constructor=True)
+__getattr__ = class_maker(
+    __name__, attention={"FalconAttention": GroupedFalconAttention}, eager_constructor=True
+)

@@ -19,7 +19,9 @@ class GroupedGPTNeoAttention(GroupedAttention):
 
     def _attn(self, query, key, value, mask=None):
         size = self.num_key_value_groups
-        return super()._attn(query, key.repeat_interleave(size, 1), value.repeat_interleave(size, 1), mask)
+        return super()._attn(
+            query, key.repeat_interleave(size, 1), value.repeat_interleave(size, 1), mask
+        )
 
 
 def eager_only(model, implementation, **options):

@@ -23,7 +23,9 @@ class GroupedMptAttention(FusedAttention):
         cache = options.pop(self.cache_name, None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=options)
-        bias = position_bias[None, :, :, -key.shape[2] :]  # ALiBi [H, 1, longest] counts back from its end
+        bias = position_bias[
+            None, :, :, -key.shape[2] :
+        ]  # ALiBi [H, 1, longest] counts back from its end
         if attention_mask is not None:
             bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
         options |= {"position_bias": bias, "scaling": self.softmax_scale}

@@ -36,5 +36,6 @@ class GroupedUMT5Attention(GroupedT5Attention):
 STOCK = ("LongT5Attention", "MT5Attention", "SwitchTransformersAttention", "T5Attention")
 
 __getattr__ = class_maker(
-    __name__, attention=dict.fromkeys(STOCK, GroupedT5Attention) | {"UMT5Attention": GroupedUMT5Attention}
+    __name__,
+    attention=dict.fromkeys(STOCK, GroupedT5Attention) | {"UMT5Attention": GroupedUMT5Attention},
 )

@@ -12,7 +12,9 @@ class GroupedWhisperAttention(GroupedAttention):
 
     def regroup(self, num_key_value_groups):
         super().regroup(num_key_value_groups)
-        self.num_heads //= num_key_value_groups  # the forward counts the heads of keys and values by it
+        self.num_heads //= (
+            num_key_value_groups  # the forward counts the heads of keys and values by it
+        )
 
 
 def whisper_config(stock):
@@ -28,4 +30,6 @@ def whisper_config(stock):
     return Config
 
 
-__getattr__ = class_maker(__name__, whisper_config, attention={"WhisperAttention": GroupedWhisperAttention})
+__getattr__ = class_maker(
+    __name__, whisper_config, attention={"WhisperAttention": GroupedWhisperAttention}
+)

@@ -57,9 +57,15 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         folder = checkpoint.local_folder
         config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)
-        shown = str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)  # for `.` too
+        shown = (
+            str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)
+        )  # for `.` too
         tokenizer = usable_tokenizer(folder)
-        stated: JsonObject = {"model": shown, "revision": checkpoint.revision, "fingerprint": fingerprint(checkpoint)}
+        stated: JsonObject = {
+            "model": shown,
+            "revision": checkpoint.revision,
+            "fingerprint": fingerprint(checkpoint),
+        }
         with suppress(GQAConvertError):  # a model that can't be converted can still be evaluated
             stated["kv_bytes_per_token"] = make_plan(checkpoint, 1).kv_cache_bytes().before
         found.append(Candidate(shown, folder, config, tokenizer, stated))
@@ -114,7 +120,9 @@ def _objective(model: Candidate, pairs: bool) -> str:
     return SPANS
 
 
-def common_length(models: Sequence[Candidate], stated: str, length: int | None, default: int) -> int:
+def common_length(
+    models: Sequence[Candidate], stated: str, length: int | None, default: int
+) -> int:
     """A number of tokens for which all models have positions.
 
     Args:
@@ -129,7 +137,9 @@ def common_length(models: Sequence[Candidate], stated: str, length: int | None, 
     for model in models:
         positions = stated_positions(model.config) or length or default
         if (length or 0) > positions:
-            raise OptionError(f"{stated}, and {model.name} has positions for {positions} tokens: lower it")
+            raise OptionError(
+                f"{stated}, and {model.name} has positions for {positions} tokens: lower it"
+            )
         default = min(default, positions)
     return length or default
 

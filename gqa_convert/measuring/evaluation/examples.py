@@ -101,8 +101,13 @@ class Material:
         """
         for first in range(0, len(self.examples), size):
             examples = self.examples[first : first + size]
-            inputs = {name: _padded([example.encoder[name] for example in examples]) for name in examples[0].encoder}
-            inputs["decoder_input_ids" if inputs else "input_ids"] = _padded([example.read for example in examples])
+            inputs = {
+                name: _padded([example.encoder[name] for example in examples])
+                for name in examples[0].encoder
+            }
+            inputs["decoder_input_ids" if inputs else "input_ids"] = _padded(
+                [example.read for example in examples]
+            )
             labels = []
             for example in examples:
                 unscored = len(example.read) - len(example.targets)
@@ -112,15 +117,23 @@ class Material:
 
 def _longest_first(examples: Sequence[Example]) -> list[Example]:
     """Examples so that memory runs out at the beginning if at all, and little padding is needed."""
-    return sorted(examples, key=lambda each: len(each.read) + len(each.encoder.get("input_ids", ())), reverse=True)
+    return sorted(
+        examples,
+        key=lambda each: len(each.read) + len(each.encoder.get("input_ids", ())),
+        reverse=True,
+    )
 
 
 def _padded(rows: Sequence[Any], value: int = 0) -> Tensor:
     """Rows [b, L, ...], followed by a value."""
-    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+    return pad_sequence(
+        [torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value
+    )
 
 
-def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: StageProgress) -> list[Piece]:
+def read_documents(
+    source: Source, tokenizer: Any, limit: int | None, progress: StageProgress
+) -> list[Piece]:
     """The texts of a source, or pairs of texts if it states the fields of both, or conversations as the chat template
     writes them, or the first of them up to a limit.
 
@@ -160,10 +173,14 @@ def read_documents(source: Source, tokenizer: Any, limit: int | None, progress: 
                         )
                 read += 1
             elif limit is not None:
-                sizes = encode(tokenizer, piece.text, split_special_tokens=not piece.is_rendered)[1][: limit - read]
+                sizes = encode(tokenizer, piece.text, split_special_tokens=not piece.is_rendered)[
+                    1
+                ][: limit - read]
                 read += len(sizes)
                 if read == limit:
-                    found[-1] = piece._replace(text=piece.text.encode()[: sizes.sum()].decode(), last=True)
+                    found[-1] = piece._replace(
+                        text=piece.text.encode()[: sizes.sum()].decode(), last=True
+                    )
             if limit is not None:
                 progress(read, limit)
             elif isinstance(text, Files):
@@ -212,7 +229,9 @@ def text_material(pieces: Sequence[Piece], tokenizer: Any, *, window: int) -> Ma
         first_block += -(-int(sizes.sum()) // BLOCK)
         parts = []
     if not examples:
-        raise DataError("the text has no token with a preceding one to be predicted from: name more text")
+        raise DataError(
+            "the text has no token with a preceding one to be predicted from: name more text"
+        )
     return Material(_longest_first(examples), first_block)
 
 
@@ -247,11 +266,15 @@ def span_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int, length
     examples = []
     rows = zip(made["input_ids"], made["decoder_input_ids"], made["labels"], strict=True)
     for number, (source, read, targets) in enumerate(rows):
-        examples.append(Example(read, targets, np.full_like(targets, number), encoder={"input_ids": source}))
+        examples.append(
+            Example(read, targets, np.full_like(targets, number), encoder={"input_ids": source})
+        )
     return Material(examples, count)
 
 
-def pair_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int | None, length: int) -> Material:
+def pair_material(
+    pieces: Sequence[Piece], tokenizer: Any, *, start: int | None, length: int
+) -> Material:
     """Pairs of a source and a target, each with the special tokens of the tokenizer, which are scored too.
 
     Args:
@@ -277,7 +300,12 @@ def pair_material(pieces: Sequence[Piece], tokenizer: Any, *, start: int | None,
 
 
 def speech_material(
-    speech: SpeechModel, files: Sequence[AudioFile], *, batch: int, tokens: int | None, progress: StageProgress
+    speech: SpeechModel,
+    files: Sequence[AudioFile],
+    *,
+    batch: int,
+    tokens: int | None,
+    progress: StageProgress,
 ) -> Material:
     """Sounds with their texts, on which the encoder runs once. Those without words and those longer than the encoder's
     window are left out, and counted.
@@ -292,7 +320,10 @@ def speech_material(
     Raises:
         DataError: a file has no text or can't be read, or all are too long.
     """
-    from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
+    from transformers.models.whisper.english_normalizer import (
+        BasicTextNormalizer,
+        EnglishTextNormalizer,
+    )
 
     if any(file.text is None for file in files):
         raise DataError(
@@ -312,7 +343,9 @@ def speech_material(
         encoded = speech.encode(windows)
         said = [window.text or "" for window in windows]
         spoken += zip(said, speech.transcribe(encoded), strict=True)
-        for text, sound, prompt in zip(said, encoded.cpu(), speech.prompts(encoded).numpy(), strict=True):
+        for text, sound, prompt in zip(
+            said, encoded.cpu(), speech.prompts(encoded).numpy(), strict=True
+        ):
             targets = np.array(speech.text_tokens(text))
             read = np.concatenate([prompt, targets[:-1]])
             blocks = np.full_like(targets, len(examples))
@@ -321,17 +354,25 @@ def speech_material(
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
     left_out = done - len(examples)
-    note = f"{left_out} sounds without words or longer than a window were left out" if left_out else None
+    note = (
+        f"{left_out} sounds without words or longer than a window were left out"
+        if left_out
+        else None
+    )
     # what papers on Whisper apply to texts before they count words; the spellings come with the checkpoint, if at all
     normal: Normal = BasicTextNormalizer()
     languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
     in_english = sum(languages.get("<|en|>") in example.read.tolist() for example in examples)
     if not languages or 2 * in_english >= len(examples):
-        normal = EnglishTextNormalizer(getattr(speech.tokenizer, "english_spelling_normalizer", None) or {})
+        normal = EnglishTextNormalizer(
+            getattr(speech.tokenizer, "english_spelling_normalizer", None) or {}
+        )
     return Material(_longest_first(examples), len(examples), note, spoken, normal)
 
 
-def encode(tokenizer: Any, text: str, argument: str = "text", **changed: bool) -> tuple[Integers, Integers]:
+def encode(
+    tokenizer: Any, text: str, argument: str = "text", **changed: bool
+) -> tuple[Integers, Integers]:
     """A text's tokens, [n], and the UTF-8 bytes that each of them covers, [n], which add up to those of the text.
 
     If a tokenizer gives no offsets, its tokens are assumed to be equally long.
@@ -352,7 +393,9 @@ def encode(tokenizer: Any, text: str, argument: str = "text", **changed: bool) -
     found = tokenizer(**{argument: text}, **options | changed)
     ids = np.array(found["input_ids"], np.int64)
     if fast:
-        ends = np.maximum.accumulate(np.array(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1])
+        ends = np.maximum.accumulate(
+            np.array(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1]
+        )
     else:
         ends = len(text) * np.arange(1, len(ids) + 1) // max(1, len(ids))
     ends[-1:] = len(text)

@@ -26,7 +26,13 @@ from gqa_convert.families.loading import cache_name
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
 from gqa_convert.measuring.evaluation.comparison import Mean, mean
-from gqa_convert.measuring.evaluation.retrieval_texts import KINDS, PER_TEXT, Question, RetrievalText, make_text
+from gqa_convert.measuring.evaluation.retrieval_texts import (
+    KINDS,
+    PER_TEXT,
+    Question,
+    RetrievalText,
+    make_text,
+)
 from gqa_convert.measuring.results import AskedQuestions, Found
 
 QUESTIONS = 24
@@ -35,7 +41,9 @@ LENGTHS = (512, 1024, 2048, 4096)
 """Tokens of a prompt and the room for its answer, by default, where the context is as long."""
 
 
-def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: str) -> AskedQuestions:
+def with_lengths(
+    asked: AskedQuestions, models: Sequence[Candidate], objective: str
+) -> AskedQuestions:
     """The questions with the lengths of their prompts, the same for all models.
 
     Args:
@@ -47,7 +55,9 @@ def with_lengths(asked: AskedQuestions, models: Sequence[Candidate], objective: 
         OptionError: a model is not causal, or has fewer positions.
     """
     if objective != CAUSAL:
-        raise OptionError(f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out")
+        raise OptionError(
+            f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out"
+        )
     stated = max(asked.lengths, default=None)
     longest = common_length(models, f"--lengths names {stated}", stated, LENGTHS[-1])
     lengths = asked.lengths or [length for length in LENGTHS if length <= longest] or [longest]
@@ -88,7 +98,9 @@ def ask(
     with greedy, torch.inference_mode():
         for done, (length, number) in enumerate(texts, 1):
             text = make_text(tokenizer, length, number, seed)
-            written = tokenizer.batch_decode(continuations(model, text, batch), skip_special_tokens=True)
+            written = tokenizer.batch_decode(
+                continuations(model, text, batch), skip_special_tokens=True
+            )
             for question, each in zip(text.questions, written, strict=True):
                 answers.append(replace(question, written=each))
             progress(done, len(texts))
@@ -115,7 +127,11 @@ def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
 
 def _continue(model: Any, rows: Tensor, tokens: int, **given: Any) -> Any:
     return model.generate(
-        rows, attention_mask=torch.ones_like(rows), max_new_tokens=tokens, return_dict_in_generate=True, **given
+        rows,
+        attention_mask=torch.ones_like(rows),
+        max_new_tokens=tokens,
+        return_dict_in_generate=True,
+        **given,
     )
 
 
@@ -148,7 +164,9 @@ def shares(answers: Sequence[Question], first: Sequence[Question] | None) -> lis
             share = share_found(ours)
             figures = _with_error("found", share)
             if first is not None:
-                figures |= _with_error("difference", share.minus(share_found(_chosen(first, kind, length))))
+                figures |= _with_error(
+                    "difference", share.minus(share_found(_chosen(first, kind, length)))
+                )
             found.append(Found(kind=kind, length=length, questions=len(ours), **figures))
     return found
 

@@ -105,16 +105,24 @@ def filler() -> list[str]:
     """Sentences of the Python manual, in its order, without digits and without the words that facts are made of."""
     from pydoc_data.topics import topics
 
-    drawn = re.compile(r"\d|\b(" + "|".join(_WORDS["word"] + _WORDS["name"]) + r")\b", re.IGNORECASE)
+    drawn = re.compile(
+        r"\d|\b(" + "|".join(_WORDS["word"] + _WORDS["name"]) + r")\b", re.IGNORECASE
+    )
     found: list[str] = []
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             lines = paragraph.split("\n")
-            if any(line[:1] in (" ", "*", "-", "=", ".") for line in lines) or paragraph.endswith(":"):
+            if any(line[:1] in (" ", "*", "-", "=", ".") for line in lines) or paragraph.endswith(
+                ":"
+            ):
                 continue
             found += _SENTENCE.split(" ".join(lines))
     found = list(dict.fromkeys(found))  # topics share passages
-    return [each for each in found if len(each) in _CHARACTERS and each[-1] in ".!?" and not drawn.search(each)]
+    return [
+        each
+        for each in found
+        if len(each) in _CHARACTERS and each[-1] in ".!?" and not drawn.search(each)
+    ]
 
 
 def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalText:
@@ -133,11 +141,16 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     chance = random.Random(f"{seed} {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
-    facts = [fact._replace(depth=(place + chance.random()) / len(facts)) for place, fact in enumerate(facts)]
+    facts = [
+        fact._replace(depth=(place + chance.random()) / len(facts))
+        for place, fact in enumerate(facts)
+    ]
     first = chance.randrange(len(filler()))
 
     asked = [
-        Question(fact.kind, length, number, fact.wording, fact.depth, _encode(tokenizer, ending), answer)
+        Question(
+            fact.kind, length, number, fact.wording, fact.depth, _encode(tokenizer, ending), answer
+        )
         for fact in facts
         for ending, answer in fact.asked
     ]
@@ -156,7 +169,9 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
     drawable: dict[str, Sequence[Any]] = {**_WORDS, "number": range(10_000, 100_000)}
-    pools = {name: iter(chance.sample(words, min(len(words), 100))) for name, words in drawable.items()}
+    pools = {
+        name: iter(chance.sample(words, min(len(words), 100))) for name, words in drawable.items()
+    }
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):
@@ -165,7 +180,10 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
             lines = wording.head.splitlines()
             asked = []
             for _ in range(wording.lines):
-                drawn = {name: next(pools[name.rstrip("2345678")]) for name in re.findall(r"{(\w+)}", wording.line)}
+                drawn = {
+                    name: next(pools[name.rstrip("2345678")])
+                    for name in re.findall(r"{(\w+)}", wording.line)
+                }
                 lines.append(wording.line.format(**drawn))
                 asked.append(("\n\n" + wording.ask.format(**drawn), wording.answer.format(**drawn)))
             asked = chance.sample(asked, min(PER_TEXT, wording.lines))
@@ -190,10 +208,14 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
     sentences: list[str] = []
     size -= len(begin)
     while len(ids := _encode(tokenizer, _assemble(facts, sentences))) < size:
-        few = max(1, (size - len(ids)) // _CHARACTERS.stop)  # so that only the first sentence is cut
+        few = max(
+            1, (size - len(ids)) // _CHARACTERS.stop
+        )  # so that only the first sentence is cut
         sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
-        raise OptionError(f"{size} tokens are too few for the questions, which need some 500: raise --lengths")
+        raise OptionError(
+            f"{size} tokens are too few for the questions, which need some 500: raise --lengths"
+        )
     return begin + ids[len(ids) - size :]
 
 

@@ -105,14 +105,18 @@ def evaluate(
         raise OptionError(f"--dtype is {options.dtype!r}: give one of {', '.join(DTYPES)}")
     if data is not None:
         if (data.source_field is None) != (data.target_field is None):
-            raise OptionError("--source-field and --target-field need each other: give both or neither")
+            raise OptionError(
+                "--source-field and --target-field need each other: give both or neither"
+            )
         (data,) = pinned([data], find_commits([data], {}))
     names = list(models)
     if options.reference is not None:
         names.insert(0, options.reference)
     device = chosen_device(options.device)
     with warnings.catch_warnings(), no_bars():
-        warnings.simplefilter("ignore")  # torch's and transformers', for those who program with them
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's and transformers', for those who program with them
         found = find_models(names, options.revision)
         objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
         most = SPAN_LENGTH if objective == SPANS else LONGEST
@@ -127,7 +131,9 @@ def evaluate(
             if objective == SPEECH:
                 sounds = list_audio_files(local_path(data.source), data.split)
             else:
-                text = read_documents(data, found[0].tokenizer, options.tokens, partial(progress, "reading"))
+                text = read_documents(
+                    data, found[0].tokenizer, options.tokens, partial(progress, "reading")
+                )
                 material = _text_material(text, found[0], objective, window)
         evaluation = _Evaluation(options, sounds, material, device, progress)
         scores = []
@@ -145,7 +151,9 @@ def evaluate(
     )
 
 
-def _text_material(text: Sequence[Piece], candidate: Candidate, objective: str, window: int) -> Material:
+def _text_material(
+    text: Sequence[Piece], candidate: Candidate, objective: str, window: int
+) -> Material:
     """The text in tokens, which are the same for all models."""
     tokenizer = candidate.tokenizer
     if objective == CAUSAL:
@@ -197,9 +205,13 @@ class _Evaluation:
         if self.sounds:
             show = partial(self.progress, f"transcribing with {name}")
             speech = SpeechModel(model, candidate.folder)
-            material = speech_material(speech, self.sounds, batch=options.batch, tokens=options.tokens, progress=show)
+            material = speech_material(
+                speech, self.sounds, batch=options.batch, tokens=options.tokens, progress=show
+            )
             self.normal = self.normal or material.normal
-            material = replace(material, normal=self.normal)  # which language is spoken is for one model to say
+            material = replace(
+                material, normal=self.normal
+            )  # which language is spoken is for one model to say
         if material is not None:
             check_vocabulary(candidate.config, material.largest, candidate.folder)
             show = partial(self.progress, f"scoring {name}")
@@ -222,7 +234,11 @@ class _Evaluation:
             ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
             check_vocabulary(candidate.config, max(ids), candidate.folder)
             show = partial(self.progress, f"asking {name}")
-            answers = ask(model, candidate.tokenizer, **asked.as_json(), batch=options.batch, progress=show)
+            answers = ask(
+                model, candidate.tokenizer, **asked.as_json(), batch=options.batch, progress=show
+            )
             found["retrieval"] = shares(answers, self.answers)
             self.answers = self.answers or answers
-        return ModelScores(**candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found)
+        return ModelScores(
+            **candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found
+        )

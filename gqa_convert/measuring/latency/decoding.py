@@ -28,7 +28,10 @@ class Decoder:
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
         self._model = model
-        random: dict[str, Any] = {"device": model.device, "generator": torch.Generator(model.device).manual_seed(0)}
+        random: dict[str, Any] = {
+            "device": model.device,
+            "generator": torch.Generator(model.device).manual_seed(0),
+        }
         vocabulary = model.get_input_embeddings().num_embeddings
         tokens = torch.randint(vocabulary, (batch, context + 1), **random)
         self._prompt = tokens[:, :-1]
@@ -38,7 +41,9 @@ class Decoder:
         if model.config.is_encoder_decoder:
             self._ids = "decoder_input_ids"
             self._encoded = self._prompt
-            if model.main_input_name != "input_ids":  # sound, of the length that the encoder expects and halves
+            if (
+                model.main_input_name != "input_ids"
+            ):  # sound, of the length that the encoder expects and halves
                 shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
                 self._encoded = torch.randn(shape, dtype=model.dtype, **random)
         self._options: dict[str, Any] = {"use_cache": True}
@@ -52,7 +57,9 @@ class Decoder:
         began = self._now()
         if self._encoded is not None:
             with torch.inference_mode():
-                self._options["encoder_outputs"] = self._model.get_encoder()(self._encoded, return_dict=True)
+                self._options["encoder_outputs"] = self._model.get_encoder()(
+                    self._encoded, return_dict=True
+                )
         self._read(self._prompt)
         return self._now() - began
 
@@ -60,13 +67,17 @@ class Decoder:
         """Decode some tokens after the prompt, and return the seconds for each."""
         layers = getattr(self._cache, "self_attention_cache", self._cache).layers
         states = [dict(vars(layer)) for layer in layers]
-        self._read(self._token)  # the version before has left its own weights in the processor's caches
+        self._read(
+            self._token
+        )  # the version before has left its own weights in the processor's caches
         began = self._now()
         for _ in range(STEPS):
             self._read(self._token)
         seconds = self._now() - began
         for layer, state in zip(layers, states, strict=True):
-            vars(layer).update(state)  # recurrent layers keep theirs, on which their time does not depend
+            vars(layer).update(
+                state
+            )  # recurrent layers keep theirs, on which their time does not depend
         return seconds / STEPS
 
     def cache_bytes(self) -> tuple[int, int]:

@@ -16,11 +16,19 @@ from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.families.loading import auto_class, check_complete, check_language_model, explained, load_model
+from gqa_convert.families.loading import (
+    auto_class,
+    check_complete,
+    check_language_model,
+    explained,
+    load_model,
+)
 from gqa_convert.families.modeling import register_modeling
 from gqa_convert.families.table import family_of
 
-_NEEDS_HEAD = "benchmark decodes with one; name the language model that the checkpoint was made from"
+_NEEDS_HEAD = (
+    "benchmark decodes with one; name the language model that the checkpoint was made from"
+)
 """Advice for a checkpoint that was saved without its language-model head."""
 
 
@@ -53,7 +61,9 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> d
         raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
 
 
-def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, device: str) -> tuple[list[Any], str]:
+def make_models(
+    checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, device: str
+) -> tuple[list[Any], str]:
     """The models of the plans, and transformers' name of their attention function: this package's, where the model's class
     takes it. The model with the own K/V heads has its weights.
 
@@ -85,8 +95,13 @@ def make_models(checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, d
         if groups != plan.source_kv_heads:
             with explained(name), torch.device(device):
                 made = _build(plan.config, settings)
-            shapes = {key: parameter.shape for key, parameter in made.named_parameters(remove_duplicate=False)}
-            shared = {key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)}
+            shapes = {
+                key: parameter.shape
+                for key, parameter in made.named_parameters(remove_duplicate=False)
+            }
+            shared = {
+                key: weight for key, weight in weights.items() if weight.shape == shapes.get(key)
+            }
             made.load_state_dict(shared, strict=False, assign=True)
             for key, parameter in made.named_parameters():
                 if key not in shared:

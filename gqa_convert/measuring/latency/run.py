@@ -71,7 +71,9 @@ def benchmark_model(
     plans = plan(opened)
     dtype = dtype or opened.config.get("dtype") or opened.config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise OptionError(f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype")
+        raise OptionError(
+            f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype"
+        )
     device = chosen_device(device)
     positions = stated_positions(opened.config)
     contexts = context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
@@ -84,7 +86,9 @@ def benchmark_model(
     known = fingerprint(opened)
     settings = list(itertools.product(batch, contexts))
     cells = []
-    with memory_explained(opened.source_id, "time fewer --candidates, or a smaller --batch or --context"):
+    with memory_explained(
+        opened.source_id, "time fewer --candidates, or a smaller --batch or --context"
+    ):
         progress("building models", 0, 1)
         models, attention = make_models(opened, plans, dtype, device)
         for done, (rows, tokens) in enumerate(settings):
@@ -92,7 +96,9 @@ def benchmark_model(
             decoders = [Decoder(version, rows, tokens) for version in models]
             prefills = _alternate(decoders, Decoder.prefill, min(_PREFILLS, repetitions))
             turns = _alternate(decoders, Decoder.turn, repetitions)
-            for groups, decoder, filled, decoded in zip(plans, decoders, prefills, turns, strict=True):
+            for groups, decoder, filled, decoded in zip(
+                plans, decoders, prefills, turns, strict=True
+            ):
                 own_bytes, cross_bytes = decoder.cache_bytes()
                 prefill_low, prefill, prefill_high = _milliseconds(filled)
                 decode_low, decode, decode_high = _milliseconds(decoded)
@@ -130,7 +136,9 @@ def benchmark_model(
     )
 
 
-def _alternate(decoders: Sequence[Decoder], call: Callable[[Decoder], float], repetitions: int) -> list[list[float]]:
+def _alternate(
+    decoders: Sequence[Decoder], call: Callable[[Decoder], float], repetitions: int
+) -> list[list[float]]:
     """What a call of each version returns in so many repetitions, each of which starts one version later, after a
     warm-up.
     """

@@ -42,7 +42,12 @@ from gqa_convert.measuring.sensitivity.kv_budget import (
     largest_uniform,
     least_sum,
 )
-from gqa_convert.measuring.sensitivity.merged_copies import Batches, SensitivityInputs, load_inputs, score_copies
+from gqa_convert.measuring.sensitivity.merged_copies import (
+    Batches,
+    SensitivityInputs,
+    load_inputs,
+    score_copies,
+)
 from gqa_convert.merging.methods import DEFAULT
 
 FIT_MARGIN = 0.95
@@ -87,7 +92,9 @@ def choose_num_kv_heads(
         inputs = load_inputs(plan, calibration.batches, text, store)
         records = made_up_batches(plan, inputs.held_out, text.seed)
         costs = measure_costs(inputs, [*inputs.held_out[:1], *records[:1]], progress)
-        candidates = measure_candidates(inputs, [*inputs.held_out, *records], costs, limit, progress)
+        candidates = measure_candidates(
+            inputs, [*inputs.held_out, *records], costs, limit, progress
+        )
     margin = FIT_MARGIN if fits else 1.0
     chosen = candidates[0]  # the uniform number
     best = candidates[-1]  # the list, unless it is the same
@@ -110,7 +117,9 @@ def choose_num_kv_heads(
     )
 
 
-def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) -> tuple[Plan, int, bool]:
+def _plan(
+    checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions
+) -> tuple[Plan, int, bool]:
     """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
     by gradient steps; refuses what cannot be converted.
     """
@@ -125,7 +134,9 @@ def _plan(checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions) 
     conversion, _ = plan_conversion(checkpoint, differing, options)
     limit = budget.limit(plan.kv_cache_bytes().before, plan.kv_cache_bytes().after)
     if reason := why_no_text(checkpoint):
-        raise OptionError(f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups")
+        raise OptionError(
+            f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups"
+        )
     return plan, limit, conversion.merge_method.trains
 
 
@@ -134,7 +145,12 @@ def _fits_store(
 ) -> LayerStore:
     """Where short fits are kept as long as a stack is open: beside the result, or in a temporary folder if there is none."""
     source = fingerprint(plan.checkpoint)
-    depends_on = {"version": __version__, "source": source, "text": digest, "fit": [steps_per_layer(text), text.seed]}
+    depends_on = {
+        "version": __version__,
+        "source": source,
+        "text": digest,
+        "fit": [steps_per_layer(text), text.seed],
+    }
     if out is None:  # the next run removes what a killed one leaves
         scratch = stack.enter_context(staged_folder(Path(tempfile.gettempdir()) / "short-fits"))
         folder = scratch.path / "short-fits"
@@ -153,11 +169,15 @@ def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
     """
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]
-    blocks = MadeUpRecords(seed).blocks(usable_tokenizer(plan.checkpoint.local_folder), length, sum(sizes))
+    blocks = MadeUpRecords(seed).blocks(
+        usable_tokenizer(plan.checkpoint.local_folder), length, sum(sizes)
+    )
     return [{"input_ids": rows} for rows in torch.from_numpy(blocks).view(-1, length).split(sizes)]
 
 
-def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progress) -> list[LayerCosts]:
+def measure_costs(
+    inputs: SensitivityInputs, held_out: Batches, progress: Progress
+) -> list[LayerCosts]:
     """The divergences with one layer alone merged, in the order of the layers' numbers.
 
     Args:
@@ -166,7 +186,9 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
         progress: called with the name of a stage, the steps done and the number of steps.
     """
     layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
-    copies = [{layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]]
+    copies = [
+        {layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]
+    ]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
     costs = []
     for layer in layers:
@@ -177,7 +199,11 @@ def measure_costs(inputs: SensitivityInputs, held_out: Batches, progress: Progre
 
 
 def measure_candidates(
-    inputs: SensitivityInputs, held_out: Batches, layers: list[LayerCosts], limit: int, progress: Progress
+    inputs: SensitivityInputs,
+    held_out: Batches,
+    layers: list[LayerCosts],
+    limit: int,
+    progress: Progress,
 ) -> list[HeadAllocation]:
     """The largest number of K/V heads that fits all layers, and the list with the least sum of costs if it is another one,
     measured with all layers merged.
@@ -198,6 +224,8 @@ def measure_candidates(
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
     candidates = []
     for (numbers, rule), score in zip(rules.items(), scores, strict=True):
-        taken = sum(groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True))
+        taken = sum(
+            groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True)
+        )
         candidates.append(HeadAllocation(rule, numbers, taken, score.kl.value))
     return candidates

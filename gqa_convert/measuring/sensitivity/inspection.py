@@ -12,7 +12,12 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts, each_of
+from gqa_convert.conversion.fit.options import (
+    CalibrationOptions,
+    check_calibration,
+    check_predicts,
+    each_of,
+)
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
@@ -121,9 +126,13 @@ def inspect_checkpoint(
         GQAConvertError: one of its subclasses for every mistake of the user's.
     """
     if max_loss_increase is not None and kv_budget is not None:
-        raise OptionError("--max-loss-increase and --kv-budget exclude each other: state one of them")
+        raise OptionError(
+            "--max-loss-increase and --kv-budget exclude each other: state one of them"
+        )
     if calibration is None:
-        raise OptionError("inspect measures losses on text: name a file or a dataset with --calibration")
+        raise OptionError(
+            "inspect measures losses on text: name a file or a dataset with --calibration"
+        )
     text = CalibrationOptions(calibration, calibration_tokens, device=device)
     check_calibration("factor", text)
     check = partial(_plan, candidates=candidates, text=text)
@@ -146,7 +155,9 @@ def inspect_checkpoint(
     losses = []
     for groups, score in zip(counts, scores, strict=True):
         increase = score.loss.minus(unmerged.loss)
-        losses.append(MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink))
+        losses.append(
+            MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink)
+        )
     if max_loss_increase is not None:
         advised, reason = recommend_within_loss(losses, max_loss_increase)
         follows = None if advised is None else command(advised)
@@ -166,7 +177,9 @@ def inspect_checkpoint(
         layers=len(plan.layers),
         groups=tuple(counts),
         calibration=described,
-        loss=HeldOutLosses(unmerged.loss.value, unmerged.loss.error, unmerged.predicted, tuple(losses)),
+        loss=HeldOutLosses(
+            unmerged.loss.value, unmerged.loss.error, unmerged.predicted, tuple(losses)
+        ),
         budget=budget,
         recommendation=recommendation,
     )
@@ -201,9 +214,18 @@ def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
     ]
 
 
-def conversion_command(source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]) -> str:
+def conversion_command(
+    source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]
+) -> str:
     """The command line of a conversion with the options of the inspection."""
-    words = ["gqa-convert", "convert", source, f"{Path(source).absolute().name}-gqa", "--groups", numbers_text(groups)]
+    words = [
+        "gqa-convert",
+        "convert",
+        source,
+        f"{Path(source).absolute().name}-gqa",
+        "--groups",
+        numbers_text(groups),
+    ]
     for each in each_of(text.source):
         words += ["--calibration", str(each)]
     others = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
@@ -213,7 +235,9 @@ def conversion_command(source: str, text: CalibrationOptions, revision: str | No
     return shlex.join(words)
 
 
-def _plan(checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions) -> tuple[Plan, list[int]]:
+def _plan(
+    checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions
+) -> tuple[Plan, list[int]]:
     """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
     plan = make_plan(checkpoint, 1, method="factor")
     check_predicts(plan, text, "use convert, whose method mean needs no text")
@@ -221,8 +245,12 @@ def _plan(checkpoint: Checkpoint, candidates: Sequence[int] | None, text: Calibr
     most = max(kv_heads)
     possible = [count for count in merging_counts(*kv_heads) if count < most]
     if not possible:
-        raise GroupsError(f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge")
+        raise GroupsError(
+            f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge"
+        )
     counts = sorted(set(candidates or spread(possible, 6)))
     if not set(counts) <= set(possible):
-        raise GroupsError(f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among {possible}")
+        raise GroupsError(
+            f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among {possible}"
+        )
     return plan, counts

@@ -26,7 +26,12 @@ from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Stream
 from gqa_convert.conversion.fit.memory import holds_halves
 from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
-from gqa_convert.conversion.fit.model_loading import Precision, open_model, precision_of, running_device
+from gqa_convert.conversion.fit.model_loading import (
+    Precision,
+    open_model,
+    precision_of,
+    running_device,
+)
 from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions, OneLayer
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
@@ -138,18 +143,27 @@ def load_inputs(
     return SensitivityInputs(plan, model, merged_on, held_out, merge, precision)
 
 
-def merge_by_closed_form(layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]) -> Installations:
+def merge_by_closed_form(
+    layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
+) -> Installations:
     """Merge as method `factor` does; see `Merging`."""
     moments = moments_of(attention.calls)
     heads = layer.layout.split_heads(layer.tensors)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
     for groups in candidates:
         merged = merge_layer(heads, groups, layer.limits, moments)
-        yield groups, _installing(layer, attention, layer.layout.merge_heads(merged, wide, groups), groups)
+        yield (
+            groups,
+            _installing(layer, attention, layer.layout.merge_heads(merged, wide, groups), groups),
+        )
 
 
 def merge_by_short_fits(
-    store: LayerStore, options: FitOptions, layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
+    store: LayerStore,
+    options: FitOptions,
+    layer: SourceLayer,
+    attention: CapturedAttention,
+    candidates: Sequence[int],
 ) -> Installations:
     """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted once for each number of K/V
     heads.
@@ -170,7 +184,9 @@ def merge_by_short_fits(
         yield groups, _installing(layer, attention, store.read(key), groups)
 
 
-def _installing(layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int) -> Installing:
+def _installing(
+    layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int
+) -> Installing:
     module = MergedAttention(layer.layout, tensors, groups, attention.module)
     return partial(module.installed, module.tensors)
 

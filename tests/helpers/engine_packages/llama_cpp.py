@@ -9,7 +9,9 @@ GGML_TYPE_F32 = 0
 
 
 class Llama:
-    def __init__(self, model_path: str, *, n_ctx: int, verbose: bool, logits_all: bool, **options: Any) -> None:
+    def __init__(
+        self, model_path: str, *, n_ctx: int, verbose: bool, logits_all: bool, **options: Any
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         assert logits_all
