@@ -160,11 +160,12 @@ def test_half_precision_is_summed_in_float32() -> None:
         loss = combined_loss(logits, labels, teacher, weight=weight)
         assert loss.sum.dtype == loss.count.dtype == torch.float32
         ours = value_and_gradients(
-            lambda x: combined_loss(x, labels, teacher, weight=weight).sum, logits
-        )  # noqa: B023
+            lambda x, weight=weight: combined_loss(x, labels, teacher, weight=weight).sum, logits
+        )
         exact = value_and_gradients(
-            lambda x: plain(x, labels, teacher.double(), weight, 0.0), logits.double()
-        )  # noqa: B023
+            lambda x, weight=weight: plain(x, labels, teacher.double(), weight, 0.0),
+            logits.double(),
+        )
         torch.testing.assert_close(ours[0].double(), exact[0], rtol=2e-6, atol=1e-6)
         assert ours[1].dtype == torch.bfloat16
         torch.testing.assert_close(ours[1].double(), exact[1], rtol=2**-7, atol=1e-8)
