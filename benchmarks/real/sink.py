@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.records import Records
-from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.families.loading import load_model
 
 BLOCKS = 8

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pages import table
-from gqa_convert.conversion.fit.mixed_text import MadeUpRecords
+from gqa_convert.conversion.calibration.mixture import MadeUpRecords
 from gqa_convert.data.order import Integers
 from gqa_convert.families.loading import cache_name, load_model, load_tokenizer
 from gqa_convert.measuring.evaluation.retrieval_texts import RetrievalText, make_text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.demo import CHECKPOINT

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from gqa_convert.conversion.fit import calibration_text
-from gqa_convert.conversion.fit.calibration_text import (
+from gqa_convert.conversion.calibration import text as calibration_text
+from gqa_convert.conversion.calibration.text import (
     Calibration,
     calibration_batches,
     calibration_tokens_for,

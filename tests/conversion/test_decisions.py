@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import distillation, layer_walk, memory, model_loading, run
+from gqa_convert.conversion.fit import memory, run
 from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion.layers import last_stage, layer_walk, model_loading
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
 from gqa_convert.data import text_generation
@@ -35,7 +36,7 @@ SHORT = {"tokens": 1280, "sequence_length": 128, "steps": 1, "device": "cpu"}
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(text_generation, "LENGTH", 40)
-    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    monkeypatch.setattr(last_stage, "WORTHWHILE", 1e-9)
 
 
 def free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ def test_a_last_stage_without_memory_falls_back_unless_it_was_asked_for(
     def failing(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(distillation.Student, "logits", failing)
+    monkeypatch.setattr(last_stage.Student, "logits", failing)
     if asked:
         with pytest.raises(DeviceMemoryError, match="--kl-steps 0"):
             fit(tmp_path / "out", source, kl_steps=2)
@@ -276,13 +277,13 @@ def test_activations_that_are_computed_again_are_told_of(
     calibrate_on(batches_for(case.model), monkeypatch)
     seen: list[str] = []
     asked: list[bool] = []
-    student = distillation.Student
+    student = last_stage.Student
 
     def noted(*args: Any, recompute: bool, **options: Any) -> Any:
         asked.append(recompute)
         return student(*args, recompute=recompute, **options)
 
-    monkeypatch.setattr(distillation, "Student", noted)
+    monkeypatch.setattr(last_stage, "Student", noted)
     for name, recompute in (("kept", False), ("again", True)):
         monkeypatch.setattr(
             run, "decide", lambda *_, recompute=recompute: memory.Decisions(recompute=recompute)

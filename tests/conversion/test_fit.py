@@ -16,17 +16,23 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import memory, model_loading, statistics
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, beginnings
-from gqa_convert.conversion.fit.layer_fitting import fit_layers
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore
+from gqa_convert.conversion.fit import memory
 from gqa_convert.conversion.fit.memory import half_type, held_bytes
-from gqa_convert.conversion.fit.merged_attention import MergedAttention
-from gqa_convert.conversion.fit.model_loading import find_modules, open_model, precision_of
-from gqa_convert.conversion.fit.one_layer import FitOptions, OneLayer, least
-from gqa_convert.conversion.fit.optimizer import RelativeAdam
 from gqa_convert.conversion.fit.progress import FitProgress
-from gqa_convert.conversion.fit.statistics import DAMPING, Regression, best_strength, damped_moment
+from gqa_convert.conversion.layers import model_loading, statistics
+from gqa_convert.conversion.layers.attention_calls import AttentionCall, beginnings
+from gqa_convert.conversion.layers.layer_fitting import fit_layers
+from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore
+from gqa_convert.conversion.layers.merged_attention import MergedAttention
+from gqa_convert.conversion.layers.model_loading import find_modules, open_model, precision_of
+from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer, least
+from gqa_convert.conversion.layers.optimizer import RelativeAdam
+from gqa_convert.conversion.layers.statistics import (
+    DAMPING,
+    Regression,
+    best_strength,
+    damped_moment,
+)
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError

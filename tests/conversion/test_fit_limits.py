@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import layer_store, one_layer
-from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.layers import layer_store, one_layer
+from gqa_convert.conversion.layers.layer_store import LayerStore
+from gqa_convert.conversion.layers.model_loading import open_model
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import DeviceMemoryError, NoSpaceError

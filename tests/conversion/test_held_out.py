@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit import calibration_text, distillation, run
-from gqa_convert.conversion.fit.attention_calls import hold_out
-from gqa_convert.conversion.fit.calibration_text import Calibration
+from gqa_convert.conversion.calibration import text as calibration_text
+from gqa_convert.conversion.calibration.text import Calibration
+from gqa_convert.conversion.fit import run
+from gqa_convert.conversion.layers import last_stage
+from gqa_convert.conversion.layers.attention_calls import hold_out
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
 from gqa_convert.families.loading import load_model
@@ -75,7 +77,7 @@ def test_the_divergence_is_that_of_the_published_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the definition, of both checkpoints as they lie on the disk, in float32."""
-    monkeypatch.setattr(distillation, "RATE", 2e-2)
+    monkeypatch.setattr(last_stage, "RATE", 2e-2)
     case = folded.build("llama")
     source = (
         case.model.to(torch.bfloat16).save_pretrained(tmp_path / "source") or tmp_path / "source"
@@ -100,15 +102,15 @@ def test_text_that_is_held_out_decides_nothing(
     """Neither a strength nor whether the last stage is worth its time or helped; nor is anything trained on it."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
-    monkeypatch.setattr(distillation, "RATE", 2e-2)
+    monkeypatch.setattr(last_stage, "RATE", 2e-2)
     judged: list[Any] = []
-    judge = distillation.Student.divergence
+    judge = last_stage.Student.divergence
 
     def noted(student: Any, batches: Any, weights: Any) -> float:
         judged.extend(batches)
         return judge(student, batches, weights)
 
-    monkeypatch.setattr(distillation.Student, "divergence", noted)
+    monkeypatch.setattr(last_stage.Student, "divergence", noted)
     measured = set()
     for name, held_out in (
         ("one", text(1, 40, 5)),

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gqa_convert.conversion.fit import layer_store
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
+from gqa_convert.conversion.layers import layer_store
+from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.errors import OutputError
 
 RECORD = {"module": "a", "errors": {"a.keys": 0.5, "a.values": 0.25}, "head_order": [1, 0]}

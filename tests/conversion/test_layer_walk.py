@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.conversion.fit.attention_calls import parts_of
-from gqa_convert.conversion.fit.layer_walk import LayerWalk
-from gqa_convert.conversion.fit.merged_attention import replaced
+from gqa_convert.conversion.layers.attention_calls import parts_of
+from gqa_convert.conversion.layers.layer_walk import LayerWalk
+from gqa_convert.conversion.layers.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import elsewhere, native, own_files
 from tests.helpers.folding_cases import Case, build

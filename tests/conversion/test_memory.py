@@ -10,10 +10,10 @@ import pytest
 import gqa_convert
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.distillation import Student
-from gqa_convert.conversion.fit.layer_store import LayerStore
 from gqa_convert.conversion.fit.memory import Needs
 from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.layers.last_stage import Student
+from gqa_convert.conversion.layers.layer_store import LayerStore
 from gqa_convert.conversion.plan import Plan, make_plan
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import batches_for, fit, plan_of

@@ -2,7 +2,7 @@
 
 import torch
 
-from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
+from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
 
 
 def test_steps_are_relative_to_what_is_trained() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gqa_convert.conversion.fit.calibration_text import digest_of
+from gqa_convert.conversion.calibration.text import digest_of
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint

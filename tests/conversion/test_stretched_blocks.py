@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit.stretched_blocks import SHORTEST, SPAN, stretched
+from gqa_convert.conversion.calibration.stretched_blocks import SHORTEST, SPAN, stretched
 from gqa_convert.families.context_length import FARTHEST, reachable_context
 from tests.helpers.tiny import VOCAB, make_config, make_model
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.sources import as_source
 from gqa_convert.errors import DataError

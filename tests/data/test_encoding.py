@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import processors
 
-from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.data import encoders
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import ChatEncoder, TextEncoder, beginning_of_text

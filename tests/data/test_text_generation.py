@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation

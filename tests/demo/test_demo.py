@@ -9,7 +9,7 @@ import pytest
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.cli import demo as demo_command
-from gqa_convert.conversion.fit import calibration_text
+from gqa_convert.conversion.calibration import text as calibration_text
 from gqa_convert.data import sources, stdlib_text
 from gqa_convert.demo import CHECKPOINT, run_demo
 from gqa_convert.errors import OutputError

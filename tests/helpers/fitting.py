@@ -13,14 +13,14 @@ from torch.nn.functional import log_softmax
 
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.calibration.text import Calibration, digest_of
 from gqa_convert.conversion.fit import run
-from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.memory import decide
-from gqa_convert.conversion.fit.model_loading import open_model
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.fit.run import fit_checkpoint
+from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
+from gqa_convert.conversion.layers.model_loading import open_model
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.sidecar_files import write_index
 from gqa_convert.conversion.writing import write_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibration_text import calibration_batches
+from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.sensitivity import merged_copies

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
-from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.merged_attention import replaced
+from gqa_convert.conversion.calibration.batches import prepare_calibration
+from gqa_convert.conversion.layers.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError

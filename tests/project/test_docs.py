@@ -17,7 +17,8 @@ from typer.main import get_command
 
 import gqa_convert
 from gqa_convert.cli import app, main
-from gqa_convert.conversion.fit import calibration_text, defaults
+from gqa_convert.conversion.calibration import text as calibration_text
+from gqa_convert.conversion.fit import defaults
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
 from tests.helpers.document_workplace import NOT_RUN, furnish, needed, reason, shortened

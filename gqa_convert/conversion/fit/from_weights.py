@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import numpy as np
 
-from gqa_convert.conversion.fit.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.fit.source_layers import open_layers
+from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
+from gqa_convert.conversion.layers.source_layers import open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.merging.head_grouping import find_head_order, reconstruction_errors, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer

@@ -71,7 +71,7 @@ def mixes(plan: Plan, options: CalibrationOptions) -> bool:
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """How many tokens the layers are fitted on: as stated, or by the source's size."""
-    from gqa_convert.conversion.fit.calibration_text import calibration_tokens_for
+    from gqa_convert.conversion.calibration.text import calibration_tokens_for
 
     if options.tokens is not None:
         return options.tokens

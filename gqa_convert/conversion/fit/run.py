@@ -12,15 +12,8 @@ from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.provenance import FOUND, CalibrationRecord, Divergence
 from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
 from gqa_convert.checkpoint.results import plain
-from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.fit.from_weights import merge_layers
-from gqa_convert.conversion.fit.layer_store import (
-    HALFWAY,
-    TOGETHER,
-    LayerStore,
-    SharedStore,
-    layer_key,
-)
 from gqa_convert.conversion.fit.memory import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.fit.progress import (
@@ -29,12 +22,19 @@ from gqa_convert.conversion.fit.progress import (
     FitProgress,
     OnProgress,
 )
+from gqa_convert.conversion.layers.layer_store import (
+    HALFWAY,
+    TOGETHER,
+    LayerStore,
+    SharedStore,
+    layer_key,
+)
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import DeviceMemoryError, LaunchError, NoSpaceError, OptionError
 from gqa_convert.processes import by_first, count, sharing, started
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.calibration_text import Calibration
+    from gqa_convert.conversion.calibration.text import Calibration
 
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
@@ -246,13 +246,13 @@ def fit_checkpoint(
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
-    from gqa_convert.conversion.fit import distillation
-    from gqa_convert.conversion.fit.attention_calls import beginnings, hold_out, tokens_of
-    from gqa_convert.conversion.fit.calibration_text import digest_of
-    from gqa_convert.conversion.fit.distillation import LastStage, Student, train_together
-    from gqa_convert.conversion.fit.layer_fitting import fit_layers, measure_divergence
-    from gqa_convert.conversion.fit.model_loading import open_model, precision_of, running_device
-    from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions
+    from gqa_convert.conversion.calibration.text import digest_of
+    from gqa_convert.conversion.layers import last_stage
+    from gqa_convert.conversion.layers.attention_calls import beginnings, hold_out, tokens_of
+    from gqa_convert.conversion.layers.last_stage import LastStage, Student, train_together
+    from gqa_convert.conversion.layers.layer_fitting import fit_layers, measure_divergence
+    from gqa_convert.conversion.layers.model_loading import open_model, precision_of, running_device
+    from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions
 
     store, held_out, is_asked = (
         SharedStore(files),
@@ -310,7 +310,7 @@ def fit_checkpoint(
             stage = LastStage(
                 steps=steps,
                 seed=options.seed,
-                least=0.0 if is_asked else distillation.WORTHWHILE,
+                least=0.0 if is_asked else last_stage.WORTHWHILE,
                 request=request,
             )
             steps, trained = train_together(student, store, *texts, stage, on_progress)

@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.batches import prepare_calibration
+from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.fit.options import (
     CalibrationOptions,
     check_calibration,
@@ -146,7 +146,7 @@ def inspect_checkpoint(
         budget = choose_num_kv_heads(source, kv_budget, options, progress=progress)
         recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
     found = prepare_calibration(plan, text, progress)
-    from gqa_convert.conversion.fit.attention_calls import tokens_of
+    from gqa_convert.conversion.layers.attention_calls import tokens_of
     from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 
     copies = [dict.fromkeys(plan.layer_groups, groups) for groups in counts]

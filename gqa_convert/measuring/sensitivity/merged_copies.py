@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.attention_calls import (
+from gqa_convert.conversion.fit.memory import holds_halves
+from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
+from gqa_convert.conversion.layers.attention_calls import (
     MASSIVE,
     Batch,
     CapturedAttention,
@@ -22,20 +24,18 @@ from gqa_convert.conversion.fit.attention_calls import (
     hold_out,
     tokens_of,
 )
-from gqa_convert.conversion.fit.layer_store import LayerStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import Installing, LayerWalk, Stream
-from gqa_convert.conversion.fit.memory import holds_halves
-from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
-from gqa_convert.conversion.fit.model_loading import (
+from gqa_convert.conversion.layers.layer_store import LayerStore, layer_key
+from gqa_convert.conversion.layers.layer_walk import Installing, LayerWalk, Stream
+from gqa_convert.conversion.layers.merged_attention import MergedAttention, check_holds
+from gqa_convert.conversion.layers.model_loading import (
     Precision,
     open_model,
     precision_of,
     running_device,
 )
-from gqa_convert.conversion.fit.one_layer import VALIDATED, FitOptions, OneLayer
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.fit.source_layers import SourceLayer, open_layers
-from gqa_convert.conversion.fit.statistics import moments_of
+from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions, OneLayer
+from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.layers.statistics import moments_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError

@@ -25,7 +25,7 @@ from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears, is_encoder_decoder
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.fit.calibration_text import Calibration
+    from gqa_convert.conversion.calibration.text import Calibration
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the result is measured on."""
@@ -54,9 +54,9 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a sound can't be read.
     """
-    from gqa_convert.conversion.fit.calibration_pairs import INPUT, has_inputs_alone
-    from gqa_convert.conversion.fit.calibration_text import calibration_batches
-    from gqa_convert.conversion.fit.mixed_text import MOST, OWN_SHARE, SharedText, mixed
+    from gqa_convert.conversion.calibration.mixture import MOST, OWN_SHARE, SharedText, mixed
+    from gqa_convert.conversion.calibration.pairs import INPUT, has_inputs_alone
+    from gqa_convert.conversion.calibration.text import calibration_batches
     from gqa_convert.data.hub import default_cache
     from gqa_convert.data.model_tokenizer import usable_tokenizer
     from gqa_convert.data.sources import as_source, is_self, open_source
@@ -164,8 +164,8 @@ def _speech(
         OptionError: an option that is for text alone.
         DataError: no folder of sound, or a file that can't be read.
     """
-    from gqa_convert.conversion.fit.calibration_text import Calibration, digest_of
-    from gqa_convert.conversion.fit.model_loading import open_model
+    from gqa_convert.conversion.calibration.text import Calibration, digest_of
+    from gqa_convert.conversion.layers.model_loading import open_model
     from gqa_convert.data.audio_files import list_audio_files
     from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
 

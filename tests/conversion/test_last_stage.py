@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import distillation, memory
-from gqa_convert.conversion.fit.layer_store import LayerStore
-from gqa_convert.conversion.fit.model_loading import open_model
+from gqa_convert.conversion.fit import memory
 from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
+from gqa_convert.conversion.layers import last_stage
+from gqa_convert.conversion.layers.layer_store import LayerStore
+from gqa_convert.conversion.layers.model_loading import open_model
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import Batches, batches_for, divergence, fit, fitted, plan_of
@@ -38,7 +39,7 @@ def test_the_result_diverges_as_little_as_is_said(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
-    monkeypatch.setattr(distillation, "RATE", 2e-3)
+    monkeypatch.setattr(last_stage, "RATE", 2e-3)
     case = folded.build(name)
     source = case.save(tmp_path / "source")
     batches = (
@@ -64,7 +65,7 @@ def test_where_nothing_is_won_nothing_is_changed(
     if tied:
         folded.tie(case, 3)
     else:
-        monkeypatch.setattr(distillation, "RATE", 5.0)
+        monkeypatch.setattr(last_stage, "RATE", 5.0)
     source = case.save(tmp_path / "source")
     fitted(source, tmp_path / "layers", steps=0)
     *_, kl = fitted(source, tmp_path / "whole", steps=0, kl_steps=5)
@@ -82,34 +83,34 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
         with LayerStore(tmp_path / name, {}, keep=False) as store:
             return fit(plan, store, batches, batches[:1], steps=2, kl_steps=None, **options)[1:]
 
-    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    monkeypatch.setattr(last_stage, "WORTHWHILE", 1e-9)
     steps, done = run("worth")
     assert steps == 4
-    monkeypatch.setattr(distillation, "WORTHWHILE", 1e9)
+    monkeypatch.setattr(last_stage, "WORTHWHILE", 1e9)
     steps, skipped = run("not")
     assert steps == 0
     assert skipped.after == skipped.before == done.before
-    monkeypatch.setattr(distillation, "WORTHWHILE", 1e-9)
+    monkeypatch.setattr(last_stage, "WORTHWHILE", 1e-9)
     monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
     assert run("long")[0] == 0
 
 
 def train(
-    student: distillation.Student,
+    student: last_stage.Student,
     store: LayerStore,
     batches: Batches,
     look: OnProgress = lambda _: None,
 ) -> Any:
     """Six steps."""
-    stage = distillation.LastStage(steps=6, seed=0, least=0.0, request={"text": "these batches"})
-    return distillation.train_together(student, store, batches, batches[:1], stage, look)
+    stage = last_stage.LastStage(steps=6, seed=0, least=0.0, request={"text": "these batches"})
+    return last_stage.train_together(student, store, batches, batches[:1], stage, look)
 
 
 def test_killed_it_goes_on_with_what_was_saved(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, and no step is taken twice."""
-    monkeypatch.setattr(distillation, "SAVED_EVERY", -1.0)  # after every step
+    monkeypatch.setattr(last_stage, "SAVED_EVERY", -1.0)  # after every step
     plan, batches = plan_of(llama), batches_for(open_model(llama))
     seen: list[int] = []
 
@@ -118,8 +119,8 @@ def test_killed_it_goes_on_with_what_was_saved(
         if progress.done == 4 and seen.count(4) == 1:
             raise KeyboardInterrupt
 
-    def student(store: LayerStore) -> distillation.Student:
-        return distillation.Student(plan, store, open_model(llama), nullcontext)
+    def student(store: LayerStore) -> last_stage.Student:
+        return last_stage.Student(plan, store, open_model(llama), nullcontext)
 
     with LayerStore(tmp_path / "whole", {}, keep=False) as store:
         fit(plan, store, batches, steps=0)
@@ -145,7 +146,7 @@ def test_activations_that_are_computed_again_change_no_bit(llama: Path, tmp_path
     for recompute in (False, True):
         with LayerStore(tmp_path / str(recompute), {}, keep=False) as store:
             fit(plan, store, batches, steps=0)
-            student = distillation.Student(
+            student = last_stage.Student(
                 plan, store, open_model(llama), nullcontext, recompute=recompute
             )
             kept.clear()

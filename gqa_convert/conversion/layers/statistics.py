@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall
+from gqa_convert.conversion.layers.attention_calls import AttentionCall
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
 from gqa_convert.processes import gathered, total

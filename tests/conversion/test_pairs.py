@@ -11,7 +11,7 @@ import torch
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.devices import multiplies_bfloat16
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.calibration_text import Calibration, calibration_batches
+from gqa_convert.conversion.calibration.text import Calibration, calibration_batches
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.data import target_writing
 from gqa_convert.data.sources import as_source, open_source

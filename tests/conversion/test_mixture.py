@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.calibration.batches import prepare_calibration
+from gqa_convert.conversion.calibration.mixture import MadeUpRecords, SharedText, mixed
+from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.batches import prepare_calibration
-from gqa_convert.conversion.fit.calibration_text import calibration_batches
-from gqa_convert.conversion.fit.mixed_text import MadeUpRecords, SharedText, mixed
 from gqa_convert.conversion.fit.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation

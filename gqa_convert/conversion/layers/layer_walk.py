@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import (
+from gqa_convert.conversion.layers.attention_calls import (
     MASSIVE,
     AttentionCall,
     Batch,
@@ -25,8 +25,12 @@ from gqa_convert.conversion.fit.attention_calls import (
     own_rows,
     tokens_of,
 )
-from gqa_convert.conversion.fit.model_loading import find_modules, running_device, wrapped_forward
-from gqa_convert.conversion.fit.residual_stream import (
+from gqa_convert.conversion.layers.model_loading import (
+    find_modules,
+    running_device,
+    wrapped_forward,
+)
+from gqa_convert.conversion.layers.residual_stream import (
     StreamPlace,
     find_stream,
     first_tensor,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.attention_calls import AttentionCall, CapturedAttention
-from gqa_convert.conversion.fit.layer_store import LayerRecord
-from gqa_convert.conversion.fit.merged_attention import MergedAttention, check_holds
-from gqa_convert.conversion.fit.model_loading import Precision
-from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.fit.source_layers import SourceLayer
-from gqa_convert.conversion.fit.statistics import Regression, best_strength, moments_of
+from gqa_convert.conversion.layers.attention_calls import AttentionCall, CapturedAttention
+from gqa_convert.conversion.layers.layer_store import LayerRecord
+from gqa_convert.conversion.layers.merged_attention import MergedAttention, check_holds
+from gqa_convert.conversion.layers.model_loading import Precision
+from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
+from gqa_convert.conversion.layers.source_layers import SourceLayer
+from gqa_convert.conversion.layers.statistics import Regression, best_strength, moments_of
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.attention_calls import Batch, own_rows, parts_of, tokens_of
-from gqa_convert.conversion.fit.layer_store import HALFWAY, SharedStore, layer_key
-from gqa_convert.conversion.fit.layer_walk import list_elements
-from gqa_convert.conversion.fit.merged_attention import MergedAttention
-from gqa_convert.conversion.fit.model_loading import Precision, find_modules, wrapped_forward
-from gqa_convert.conversion.fit.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
-from gqa_convert.conversion.fit.source_layers import attention_of
+from gqa_convert.conversion.layers.attention_calls import Batch, own_rows, parts_of, tokens_of
+from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
+from gqa_convert.conversion.layers.layer_walk import list_elements
+from gqa_convert.conversion.layers.merged_attention import MergedAttention
+from gqa_convert.conversion.layers.model_loading import Precision, find_modules, wrapped_forward
+from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
+from gqa_convert.conversion.layers.source_layers import attention_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors

@@ -1,0 +1,1 @@
+"""What the layers are fitted on: blocks of text, pairs or sound."""

@@ -1,0 +1,1 @@
+"""Fits the layers of a plan to what the source does."""
