@@ -33,8 +33,8 @@ sys.path.insert(0, str(HERE))
 
 from benchmarks.synthetic import make_llama  # noqa: E402  # the script runs from any folder
 from gqa_convert.attention import grouped_query_attention  # noqa: E402
-from gqa_convert.conversion.fit.progress import FitProgress  # noqa: E402
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions  # noqa: E402
+from gqa_convert.conversion.progress import FitProgress  # noqa: E402
 from gqa_convert.conversion.run import convert_checkpoint  # noqa: E402
 
 DEMO = HERE / "gqa_convert" / "demo_checkpoint"

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.pages import table
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.memory import holds_halves, last_stage_bytes
 from gqa_convert.conversion.layers.last_stage import LastStage, Student, train_together
 from gqa_convert.conversion.layers.layer_store import LayerStore, SharedStore, layer_key
 from gqa_convert.conversion.layers.model_loading import open_model, precision_of
 from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.resources import holds_halves, last_stage_bytes
 from gqa_convert.merging.attention_heads import Tensors, regroup_heads
 
 TOKENS = 1024

@@ -154,9 +154,9 @@ def convert(
             {"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows"
         )
     from gqa_convert.checkpoint.source import open_checkpoint
-    from gqa_convert.conversion.fit.defaults import plan_conversion
-    from gqa_convert.conversion.fit.memory import estimate_needs
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+    from gqa_convert.conversion.planning import plan_conversion
+    from gqa_convert.conversion.resources import estimate_needs
     from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
     from .console.plan import caches_at_context, show_plan

@@ -11,7 +11,7 @@ from gqa_convert.checkpoint.machine import machine
 from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import FORMAT_VERSION
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.run import PreparedLayers
+from gqa_convert.conversion.fitting import PreparedLayers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 

@@ -19,11 +19,11 @@ from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.defaults import plan_conversion
-from gqa_convert.conversion.fit.progress import OnProgress
-from gqa_convert.conversion.fit.run import prepare_layers
+from gqa_convert.conversion.fitting import prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.planning import plan_conversion
+from gqa_convert.conversion.progress import OnProgress
 from gqa_convert.conversion.provenance import record_conversion
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import plan_rewriting

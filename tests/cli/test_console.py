@@ -16,8 +16,8 @@ from gqa_convert.cli.console import screen as progress
 from gqa_convert.cli.console.conversion import ConversionScreen
 from gqa_convert.cli.console.screen import show_table, tokens_text
 from gqa_convert.cli.options import count, counts
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
 from gqa_convert.conversion.layers.layer_store import LayerRecord
+from gqa_convert.conversion.progress import ALL_TOGETHER, MERGING_LAYERS, OWN_TEXT, FitProgress
 from tests.helpers.checkpoints import write_llama
 from tests.helpers.command_line import run
 from tests.helpers.evaluate_models import causal

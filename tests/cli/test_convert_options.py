@@ -10,9 +10,9 @@ import typer
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import caches_at_context, show_plan
 from gqa_convert.cli.convert import group_counts
-from gqa_convert.conversion.fit.memory import estimate_needs
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.resources import estimate_needs
 from gqa_convert.demo import CHECKPOINT as MODEL
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import make_source

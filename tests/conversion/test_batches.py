@@ -7,8 +7,9 @@ import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.planning import check_calibration
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.errors import OptionError
 from tests.helpers.verification import edit_json

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import memory, run
-from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion import fitting, resources
 from gqa_convert.conversion.layers import last_stage, layer_walk, model_loading
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
 from gqa_convert.data import text_generation
 from gqa_convert.errors import (
@@ -40,7 +40,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free(nbytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda _: int(nbytes))
+    monkeypatch.setattr(resources, "available_memory", lambda _: int(nbytes))
 
 
 def fit(out: Path, source: Path = DEMO, *, look: Any = None, **stated: Any) -> ConversionResult:
@@ -71,7 +71,7 @@ def test_a_run_that_resumes_with_less_memory_obeys_the_first(
         fit(tmp_path / "out", look=stop_after_a_layer)
     weights = 4 * whole.plan.parameters_before
     free(1.9 * weights, monkeypatch)  # neither own text nor the last stage, if it were decided now
-    assert memory.decide(whole.plan, CalibrationOptions("t", **SHORT)).no_last_stage
+    assert resources.decide(whole.plan, CalibrationOptions("t", **SHORT)).no_last_stage
     resumed = fit(tmp_path / "out")
     assert resumed.calibration == whole.calibration
     assert (
@@ -286,7 +286,9 @@ def test_activations_that_are_computed_again_are_told_of(
     monkeypatch.setattr(last_stage, "Student", noted)
     for name, recompute in (("kept", False), ("again", True)):
         monkeypatch.setattr(
-            run, "decide", lambda *_, recompute=recompute: memory.Decisions(recompute=recompute)
+            fitting,
+            "decide",
+            lambda *_, recompute=recompute: resources.Decisions(recompute=recompute),
         )
         fit(
             tmp_path / name,

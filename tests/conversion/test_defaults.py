@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import defaults
-from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
+from gqa_convert.conversion import planning
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.planning import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
@@ -26,7 +26,7 @@ def test_the_default_measures_on_the_built_in_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert BUILT_IN_TOKENS >= 4096
-    monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 512)
+    monkeypatch.setattr(planning, "BUILT_IN_TOKENS", 512)
     monkeypatch.setattr(
         sources, "source_files", lambda held_out: source_files(held_out=held_out)[::20]
     )

@@ -16,9 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.memory import half_type, held_bytes
-from gqa_convert.conversion.fit.progress import FitProgress
+from gqa_convert.conversion import resources
 from gqa_convert.conversion.layers import model_loading, statistics
 from gqa_convert.conversion.layers.attention_calls import AttentionCall, beginnings
 from gqa_convert.conversion.layers.layer_fitting import fit_layers
@@ -34,6 +32,8 @@ from gqa_convert.conversion.layers.statistics import (
     damped_moment,
 )
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
+from gqa_convert.conversion.progress import FitProgress
+from gqa_convert.conversion.resources import half_type, held_bytes
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
@@ -370,7 +370,7 @@ def test_matrices_are_held_in_halves_where_nothing_changes_by_it(
 def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr(resources, "multiplies_bfloat16", lambda _: True)
     loaded: list[bool] = []
 
     def noted(*args: Any, halves: bool = False, **options: Any) -> Any:
@@ -380,7 +380,7 @@ def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
     monkeypatch.setattr(model_loading, "open_model", noted)
     batches = batches_for(open_model(wide))
     fitted(wide, tmp_path / "halves", 2, batches=batches, kl_steps=3)
-    monkeypatch.setattr(memory, "half_type", lambda _: None)
+    monkeypatch.setattr(resources, "half_type", lambda _: None)
     fitted(wide, tmp_path / "float32", 2, batches=batches, kl_steps=3)
     assert loaded == [True, False]
     assert digests(tmp_path / "halves") == digests(tmp_path / "float32")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.conversion.fit import from_weights
+from gqa_convert.conversion import fitting
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
@@ -40,9 +40,9 @@ def test_a_kill_between_layers(
     if seed:
         write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
     made = []
-    original = from_weights.merge_layer
+    original = fitting.merge_layer
     monkeypatch.setattr(
-        from_weights, "merge_layer", lambda *given: made.append(given) or original(*given)
+        fitting, "merge_layer", lambda *given: made.append(given) or original(*given)
     )
     if not made_again:
         with pytest.raises(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion import fitting
 from gqa_convert.conversion.calibration import text as calibration_text
 from gqa_convert.conversion.calibration.text import Calibration
-from gqa_convert.conversion.fit import run
 from gqa_convert.conversion.layers import last_stage
 from gqa_convert.conversion.layers.attention_calls import hold_out
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -68,7 +68,7 @@ def converted(
     made = Calibration(
         learned, 480, 40, "", "text", held_out=held_out, label="text.txt", fresh=[text(4, 40, 9)]
     )
-    monkeypatch.setattr(run, "prepare_calibration", lambda *_: made)
+    monkeypatch.setattr(fitting, "prepare_calibration", lambda *_: made)
     options = CalibrationOptions("python-stdlib", **STATED | stated)
     return convert_checkpoint(source, out, 3, ConversionOptions(method="fit", calibration=options))
 

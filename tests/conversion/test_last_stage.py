@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.progress import FitProgress, OnProgress
+from gqa_convert.conversion import resources
 from gqa_convert.conversion.layers import last_stage
 from gqa_convert.conversion.layers.layer_store import LayerStore
 from gqa_convert.conversion.layers.model_loading import open_model
+from gqa_convert.conversion.progress import FitProgress, OnProgress
 from tests.helpers import folding_cases as folded
 from tests.helpers.checkpoints import digests
 from tests.helpers.fitting import Batches, batches_for, divergence, fit, fitted, plan_of
@@ -91,7 +91,7 @@ def test_unasked_it_is_done_where_it_is_worth_its_time_and_possible(
     assert steps == 0
     assert skipped.after == skipped.before == done.before
     monkeypatch.setattr(last_stage, "WORTHWHILE", 1e-9)
-    monkeypatch.setattr(memory, "_MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(resources, "_MOST_PARAMETERS", 1000)
     assert run("long")[0] == 0
 
 

@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion import resources
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.calibration.mixture import MadeUpRecords, SharedText, mixed
 from gqa_convert.conversion.calibration.text import calibration_batches
-from gqa_convert.conversion.fit import memory
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.made_up_records import made_up_records
@@ -129,7 +129,7 @@ def refused(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
-    [(memory, "free_memory", lambda device: 1000), (text_generation, "own_text", refused)],
+    [(resources, "free_memory", lambda device: 1000), (text_generation, "own_text", refused)],
 )
 def test_a_model_that_does_not_fit_or_cannot_write_is_calibrated_without_its_own_text(
     module: Any, name: str, instead: Any, words: Path, monkeypatch: pytest.MonkeyPatch

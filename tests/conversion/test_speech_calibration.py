@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gqa_convert.conversion.calibration.text import digest_of
-from gqa_convert.conversion.fit.options import CalibrationOptions
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches

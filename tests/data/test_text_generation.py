@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import CalibrationOptions
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.defaults import plan_conversion
 from gqa_convert.conversion.layers.model_loading import find_modules
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.planning import plan_conversion
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OptionError, UnsupportedFamilyError
 from gqa_convert.families.table import COMPOSITES, FAMILIES, INNER, family_of, find_family

@@ -13,15 +13,15 @@ from torch.nn.functional import log_softmax
 
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion import fitting
 from gqa_convert.conversion.calibration.text import Calibration, digest_of
-from gqa_convert.conversion.fit import run
-from gqa_convert.conversion.fit.memory import decide
-from gqa_convert.conversion.fit.options import CalibrationOptions
-from gqa_convert.conversion.fit.progress import FitProgress
-from gqa_convert.conversion.fit.run import fit_checkpoint
+from gqa_convert.conversion.fitting import fit_checkpoint
 from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.layers.model_loading import open_model
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.progress import FitProgress
+from gqa_convert.conversion.resources import decide
 from gqa_convert.conversion.sidecar_files import write_index
 from gqa_convert.conversion.writing import write_weights
 from gqa_convert.families.table import FAMILIES
@@ -104,7 +104,7 @@ def calibrate_on(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     *learned, held_out = batches
     tokens = sum(batch["input_ids"].numel() for batch in learned)
     made = Calibration(learned, tokens, 1, digest_of([], learned), "batches", held_out=[held_out])
-    monkeypatch.setattr(run, "prepare_calibration", lambda *_: made)
+    monkeypatch.setattr(fitting, "prepare_calibration", lambda *_: made)
 
 
 def files_of(store: LayerStore, plan: Plan) -> dict[str, Path]:

@@ -17,8 +17,8 @@ from typer.main import get_command
 
 import gqa_convert
 from gqa_convert.cli import app, main
+from gqa_convert.conversion import planning
 from gqa_convert.conversion.calibration import text as calibration_text
-from gqa_convert.conversion.fit import defaults
 from gqa_convert.data import sources
 from gqa_convert.data.stdlib_text import source_files
 from tests.helpers.document_workplace import NOT_RUN, furnish, needed, reason, shortened
@@ -123,7 +123,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60]
     )
     monkeypatch.setattr(calibration_text, "LENGTH", 64)
-    monkeypatch.setattr(defaults, "BUILT_IN_TOKENS", 512)
+    monkeypatch.setattr(planning, "BUILT_IN_TOKENS", 512)
 
     def call(arguments: list[str]) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Sequence
 
 from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.conversion.fit.progress import FitProgress
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.run import ConversionResult
 
 from .plan import CACHES, heads_change, loaded_by

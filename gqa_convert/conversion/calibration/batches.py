@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.conversion.fit.memory import Decisions, decide
-from gqa_convert.conversion.fit.options import (
+from gqa_convert.conversion.options import (
     BATCH_TOKENS,
     CalibrationOptions,
     each_of,
     mixes,
     wanted_tokens,
 )
-from gqa_convert.conversion.fit.progress import LISTENING, OWN_TEXT
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.progress import LISTENING, OWN_TEXT
+from gqa_convert.conversion.resources import Decisions, decide
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.context_length import reachable_context

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gqa_convert.checkpoint.strict_json import Config
-from gqa_convert.conversion.fit.options import BATCH_TOKENS
+from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.hub import default_cache

@@ -23,7 +23,7 @@ from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.calibration.mixture import MadeUpRecords, SharedText
 from gqa_convert.conversion.calibration.pairs import pair_batches, pair_fields, read_pairs
 from gqa_convert.conversion.calibration.stretched_blocks import stretched
-from gqa_convert.conversion.fit.options import BATCH_TOKENS, each_of
+from gqa_convert.conversion.options import BATCH_TOKENS, each_of
 from gqa_convert.data.decoder_start import decoder_start
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import beginning_of_text, text_encoder

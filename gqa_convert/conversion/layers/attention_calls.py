@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.fit.options import BATCH_TOKENS
+from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.processes import count, rank
 
 Batch = Mapping[str, Tensor]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.conversion.fit.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.conversion.layers.attention_calls import Batch, own_rows, parts_of, tokens_of
 from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import list_elements
@@ -27,6 +26,7 @@ from gqa_convert.conversion.layers.model_loading import Precision, find_modules,
 from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.layers.source_layers import attention_of
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from gqa_convert.processes import by_first, total

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gqa_convert.conversion.fit.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.layers.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.layers.layer_store import SharedStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import (
@@ -22,6 +21,7 @@ from gqa_convert.conversion.layers.model_loading import weights_in_memory
 from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.layers.source_layers import attention_of, open_layers
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from gqa_convert.processes import total

@@ -13,14 +13,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.fit.memory import (
+from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.resources import (
     WEIGHTS_SHARE,
     free_memory,
     half_type,
     held_bytes,
     is_reduced,
 )
-from gqa_convert.conversion.plan import Plan
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, load_model

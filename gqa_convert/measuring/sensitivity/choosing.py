@@ -23,12 +23,11 @@ from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.calibration.mixture import MadeUpRecords
-from gqa_convert.conversion.fit.defaults import BUILT_IN_TOKENS, plan_conversion, why_no_text
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.layers.attention_calls import Batch, tokens_of
 from gqa_convert.conversion.layers.layer_store import LayerStore
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
+from gqa_convert.conversion.planning import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import GroupsError, OptionError

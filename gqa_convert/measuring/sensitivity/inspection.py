@@ -12,14 +12,9 @@ from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.fit.options import (
-    CalibrationOptions,
-    check_calibration,
-    check_predicts,
-    each_of,
-)
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.conversion.planning import check_calibration, check_predicts
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 
 from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.conversion.fit.memory import holds_halves
-from gqa_convert.conversion.fit.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.layers.attention_calls import (
     MASSIVE,
     Batch,
@@ -36,7 +34,9 @@ from gqa_convert.conversion.layers.model_loading import (
 from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions, OneLayer
 from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
 from gqa_convert.conversion.layers.statistics import moments_of
+from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.conversion.resources import holds_halves
 from gqa_convert.data.labels import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence

@@ -10,14 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.fit.options import CalibrationOptions, check_calibration, check_predicts
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.errors import NoLanguageModelError
-from gqa_convert.families.loading import check_language_model
+from gqa_convert.errors import NoLanguageModelError, OptionError
+from gqa_convert.families.loading import check_language_model, hears
 from gqa_convert.families.table import family_of
-from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN, REPEAT
+from gqa_convert.merging.methods import (
+    CALIBRATED_DEFAULT,
+    CHOICES,
+    DEFAULT,
+    MEAN,
+    METHODS,
+    REPEAT,
+    names,
+)
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
@@ -122,3 +130,86 @@ def _is_tokenizer(file: Path) -> bool:
     except Exception:  # tokenizers raises no narrower type
         return False
     return True
+
+
+def check_calibration(method: str, options: CalibrationOptions) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        OptionError: `fit` without text, text for a method that reads none, an option of calibration without text, or a
+            device that is not there.
+    """
+    wanted = METHODS[method]
+    training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps}
+    if not options.has_data:
+        if wanted.text == "required":
+            raise OptionError(
+                f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
+            )
+        unread = training | {
+            "--calibration-tokens": options.tokens,
+            "--calibration-length": options.sequence_length,
+            "--device": options.device,
+        }
+        problem = "needs calibration text: name a text file or dataset with --calibration"
+        if wanted.text == "never":
+            problem = f"is of no use to --method {method}: leave it out"
+        for option, value in unread.items():
+            if value is not None:
+                raise OptionError(f"{option} {value} {problem}")
+    elif wanted.text == "never":
+        measuring = names(each for each in CHOICES if each.text != "never")
+        raise OptionError(
+            f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
+        )
+    for option, value in training.items():
+        if value is not None and not wanted.trains:
+            able = names(each for each in CHOICES if each.trains)
+            raise OptionError(f"{option} {value} with --method {method}: only {able} takes it")
+        if value is not None and value < 0:
+            raise OptionError(f"{option} is {value}, expected 0 or more")
+    if not options.mix and not wanted.trains:
+        raise OptionError(
+            f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out"
+        )
+    if options.tokens is not None and options.tokens < 1:
+        raise OptionError(f"--calibration-tokens is {options.tokens}, expected a number above 0")
+    if options.device is not None:
+        chosen_device(options.device)
+
+
+def check_predicts(
+    plan: Plan,
+    options: CalibrationOptions,
+    advice: str = "choose --method factor without --calibration",
+) -> None:
+    """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part, and
+    local text that is not there.
+
+    Raises:
+        DataError: there is no such file or folder.
+        NoLanguageModelError: it was saved without its language-model head.
+        OptionError: transformers has no class for it, or it has cross-attention that only images run.
+    """
+    if not options.has_data:
+        return
+    if not hears(plan.checkpoint.config):
+        from gqa_convert.data.sources import as_source, is_on_hub, is_self, open_source
+
+        for text in each_of(options.source):
+            if not is_self(text) and not is_on_hub(as_source(text)):
+                open_source(as_source(text))
+    if plan.family.reads_images_alone:
+        raise OptionError(
+            f"--calibration runs the source on text, and the cross-attention of a {plan.family.model_type} runs on images alone: "
+            "choose --method factor without --calibration"
+        )
+    check_language_model(
+        plan.checkpoint.source_id,
+        plan.checkpoint.config,
+        f"calibration compares its predictions; {advice}",
+    )
+    if not plan.family.native and plan.family.modeling is None:
+        raise OptionError(
+            f"calibration runs the source, and transformers has no class of type {plan.family.model_type}: {advice}"
+        )

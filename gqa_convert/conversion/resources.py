@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.devices import (
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.fit.options import (
+from gqa_convert.conversion.options import (
     BATCH_TOKENS,
     CalibrationOptions,
     mixes,
