@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gqa_convert.checkpoint.devices import STATED
+from gqa_convert.runtime.machine import STATED
 
 GPUS = (24, 48, 80)
 """Free memory in GB."""

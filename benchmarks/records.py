@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.machine import machine
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.runtime.machine import machine
 
 Cell = dict[str, Any]
 

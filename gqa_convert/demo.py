@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.sources import HELD_OUT, as_source
 from gqa_convert.errors import InterruptedRunError, OutputError, StoppedError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.paths import local_path
 from gqa_convert.verify import verify_checkpoint
 
 CHECKPOINT = Path(__file__).parent / "demo_checkpoint"

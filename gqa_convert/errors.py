@@ -1,10 +1,18 @@
-"""One exception class per kind of mistake.
+"""One exception class per kind of mistake, and which errors of libraries mean that the memory or the disk is full.
 
 A message is one line that says what is wrong, what was found and what to do. The command line prints it and exits with
 the `exit_code` of the class: 2 for a mistake in the arguments or inputs, 1 for work or a check that failed.
 """
 
+import errno
+from pathlib import Path
+
 _LONGEST = 1000
+_NO_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+"""In the messages of torch's RuntimeErrors."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_SIGNS = ("No space left", "quota exceeded", "File too large")
+"""The same in the messages of libraries that report no errno (safetensors, torch's checkpoints)."""
 
 
 class GQAConvertError(Exception):
@@ -147,3 +155,34 @@ def first_line(problem: BaseException) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     shown = 2 if lines and lines[0].endswith(":") else 1
     return f"{type(problem).__name__}: {' '.join(lines[:shown]) or repr(problem)}"[:400]
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an error means that a GPU's or the machine's memory is full."""
+    return (
+        isinstance(problem, MemoryError)
+        or type(problem).__name__ == "OutOfMemoryError"
+        or (
+            isinstance(problem, RuntimeError)
+            and any(sign in str(problem) for sign in _NO_MEMORY_SIGNS)
+        )
+    )
+
+
+def is_disk_full(problem: BaseException) -> bool:
+    """Whether an error means that a disk, a quota or the largest file size is exhausted."""
+    return getattr(problem, "errno", None) in _FULL or any(
+        sign in str(problem) for sign in _FULL_SIGNS
+    )
+
+
+def no_space(place: Path, again: str) -> NoSpaceError:
+    """The error about a full disk.
+
+    Args:
+        place: the file or folder that was written.
+        again: what the same command does when it is run again, such as "resumes from the last checkpoint".
+    """
+    return NoSpaceError(
+        f"the disk or quota of {place} is full: make room and run the same command again, which {again}"
+    )

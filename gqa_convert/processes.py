@@ -11,8 +11,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
-from gqa_convert.errors import DeviceMemoryError, GQAConvertError, InterruptedRunError, LaunchError
+from gqa_convert.errors import (
+    DeviceMemoryError,
+    GQAConvertError,
+    InterruptedRunError,
+    LaunchError,
+    is_out_of_memory,
+)
 
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables in which srun and MPI launchers state how many tasks they started."""

@@ -20,11 +20,11 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from gqa_convert.checkpoint.atomic_files import write_whole
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.errors import DataError
+from gqa_convert.publishing.atomic_files import write_whole
 
 PARAGRAPH = range(100, 500)  # characters, as all sizes here
 STATEMENT = 1_500

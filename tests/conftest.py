@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from gqa_convert.checkpoint.devices import STATED
+from gqa_convert.runtime.machine import STATED
 
 pytest.register_assert_rewrite("tests.helpers")
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk and on the Hub: reading headers, copying byte ranges, and publishing a folder whole or not at all."""
+"""Checkpoints on disk and on the Hub, as they are read: files, formats, headers, tensors, and the record of a conversion."""

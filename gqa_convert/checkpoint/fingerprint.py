@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.ownership import RECORD
+from gqa_convert.checkpoint.provenance import RECORD
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
 from gqa_convert.errors import CorruptCheckpointError
 

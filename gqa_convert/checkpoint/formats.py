@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from gqa_convert.checkpoint.headers import bits_per_element
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import SourceNotFoundError, UnsupportedFormatError
+from gqa_convert.runtime.json_objects import Config
 
 SAFETENSORS_SINGLE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"

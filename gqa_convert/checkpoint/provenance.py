@@ -5,12 +5,11 @@
 
 from dataclasses import dataclass
 
-from gqa_convert.checkpoint.ownership import RECORD
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
+from gqa_convert.runtime.json_objects import JsonObject, Result, parse_object
 
-PROVENANCE = RECORD
+RECORD = PROVENANCE = "gqa_conversion.json"
+"""The file in every converted checkpoint that records how it was made."""
 FORMAT_VERSION = 1
 """The format version of the record."""
 

@@ -11,11 +11,11 @@ from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
 from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
-from gqa_convert.checkpoint.ownership import some
-from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
+from gqa_convert.runtime.json_objects import JsonObject, parse_object
+from gqa_convert.runtime.messages import some
+from gqa_convert.runtime.paths import expanded
 
 CONFIG = "config.json"
 _KINDS = (

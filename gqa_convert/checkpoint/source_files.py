@@ -1,5 +1,7 @@
 """The weight files of a checkpoint, open for reading tensors and byte ranges."""
 
+import io
+import os
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
@@ -7,12 +9,38 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.checkpoint.copying import SourceFile
 from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint, Recipe
 from gqa_convert.checkpoint.torch_files import bytes_of, load_tensors
 from gqa_convert.errors import CorruptCheckpointError, NonFiniteError
+
+
+class SourceFile(io.FileIO):
+    """A file whose byte ranges are read."""
+
+    def fill(self, view: memoryview, start: int) -> None:
+        """Fill `view` with the bytes from `start`.
+
+        Raises:
+            CorruptCheckpointError: the file ends too early, or cannot be read.
+        """
+        while view:
+            try:
+                done = os.preadv(self.fileno(), [view], start)
+            except OSError as problem:
+                raise CorruptCheckpointError(
+                    f"{self.name} cannot be read ({problem.strerror}): check the disk, or copy the file again"
+                ) from None
+            if done == 0:
+                raise self.ended()
+            view, start = view[done:], start + done
+
+    def ended(self) -> CorruptCheckpointError:
+        """The error for a file that is shorter than its header says."""
+        return CorruptCheckpointError(
+            f"{self.name} became shorter while it was being read: copy it again, and do not write to it during a conversion"
+        )
 
 
 class SourceFiles(ExitStack):

@@ -18,8 +18,8 @@ def demo(
 
       gqa-convert demo
     """
-    from gqa_convert.checkpoint.byte_sizes import size
     from gqa_convert.demo import run_demo
+    from gqa_convert.runtime.messages import size
 
     from .console.screen import ProgressScreen, print_json, say, show_table
 

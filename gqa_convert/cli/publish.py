@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.runtime.messages import size
 
 from .options import Json, option
 

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.provenance import FOUND, CalibrationRecord, Divergence
-from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory
-from gqa_convert.checkpoint.results import plain
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.layers.layer_store import (
     HALFWAY,
@@ -33,10 +30,19 @@ from gqa_convert.conversion.progress import (
     OnProgress,
 )
 from gqa_convert.conversion.resources import LAST_STAGE, Decisions, decide, holds_halves
-from gqa_convert.errors import DeviceMemoryError, LaunchError, NoSpaceError, OptionError
+from gqa_convert.errors import (
+    DeviceMemoryError,
+    LaunchError,
+    NoSpaceError,
+    OptionError,
+    is_disk_full,
+    is_out_of_memory,
+)
 from gqa_convert.merging.head_grouping import find_head_order, reconstruction_errors, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.processes import by_first, count, sharing, started
+from gqa_convert.runtime.json_objects import plain
+from gqa_convert.runtime.machine import chosen_device
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.calibration.text import Calibration

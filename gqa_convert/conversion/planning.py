@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan
@@ -26,6 +25,7 @@ from gqa_convert.merging.methods import (
     REPEAT,
     names,
 )
+from gqa_convert.runtime.machine import chosen_device
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""

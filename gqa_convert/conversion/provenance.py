@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import machine
-from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import FORMAT_VERSION
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fitting import PreparedLayers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.machine import machine
 
 _OF_THE_PLAN = (
     *("model_type", "method", "heads", "source_kv_heads", "groups", "route", "parameters"),

@@ -4,13 +4,14 @@ import time
 from pathlib import Path
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.atomic_files import write_json, write_whole
-from gqa_convert.checkpoint.ownership import RECORD, WRITTEN, hash_files, is_unchanged
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
+from gqa_convert.checkpoint.provenance import RECORD
 from gqa_convert.errors import OptionError, SourceNotFoundError
 from gqa_convert.families.records import record_of
 from gqa_convert.families.released import TESTED, TESTED_KEY, is_released, release_of
+from gqa_convert.publishing.atomic_files import write_json, write_whole
+from gqa_convert.publishing.ownership import WRITTEN, hash_files, is_unchanged
+from gqa_convert.runtime.json_objects import JsonObject, parse_object
+from gqa_convert.runtime.paths import local_path
 
 CONFIG = "config.json"
 REFRESHED = "refreshed"

@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.devices import (
-    available_memory,
-    chosen_device,
-    has_gpu_driver,
-    multiplies_bfloat16,
-)
 from gqa_convert.checkpoint.headers import ITEM_BYTES
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.options import (
     BATCH_TOKENS,
@@ -26,6 +18,14 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import is_encoder_decoder
+from gqa_convert.runtime.json_objects import Result
+from gqa_convert.runtime.machine import (
+    available_memory,
+    chosen_device,
+    has_gpu_driver,
+    multiplies_bfloat16,
+)
+from gqa_convert.runtime.messages import size
 
 _KEPT_BYTES = 4 * 6
 """What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and

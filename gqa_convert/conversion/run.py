@@ -8,17 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import (
     PROVENANCE,
     CalibrationRecord,
     earlier_record,
 )
-from gqa_convert.checkpoint.publication import check_destination, staged_folder
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.fitting import prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
@@ -30,6 +25,10 @@ from gqa_convert.conversion.rewriting.planning import plan_rewriting
 from gqa_convert.conversion.sidecar_files import write_sidecar_files
 from gqa_convert.conversion.writing import Progress, check_room, write_weights
 from gqa_convert.errors import UnsupportedFamilyError
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.publishing.publication import check_destination, staged_folder
+from gqa_convert.runtime.json_objects import JsonObject, Result
+from gqa_convert.runtime.paths import local_path
 
 _DEFAULTS = ConversionOptions()
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan
+from gqa_convert.publishing.atomic_files import sync, write_json
+from gqa_convert.runtime.json_objects import JsonObject
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from gqa_convert.checkpoint.copying import BLOCK, LARGE, WrittenFile
 from gqa_convert.checkpoint.dtypes import STORED, rounded
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.source_files import SourceFiles
@@ -18,6 +17,7 @@ from gqa_convert.families import layouts
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.merging.pooling import pool_groups
+from gqa_convert.publishing.copying import BLOCK, LARGE, WrittenFile
 
 Progress = Callable[[int], None]
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.encoders import end_of_text
 from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.families.loading import read_object
 from gqa_convert.families.records import record_of
+from gqa_convert.runtime.json_objects import Config
 
 
 def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:

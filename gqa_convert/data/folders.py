@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from gqa_convert.checkpoint.ownership import some
 from gqa_convert.data.files import DOCUMENTS, kind_of
 from gqa_convert.errors import DataError
+from gqa_convert.runtime.messages import some
 
 TRAIN = "train"
 """The split that is read unless another one is stated."""

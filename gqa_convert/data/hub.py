@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.files import columns_of
 from gqa_convert.errors import DataError, GQAConvertError, first_line
+from gqa_convert.runtime.paths import cache_folder
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -15,8 +15,8 @@ from pydantic import (
     ValidationError,
 )
 
-from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.data.scalars import counted, exact, shown
+from gqa_convert.runtime.paths import expanded
 
 T = TypeVar("T")
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import DataError, first_line
 from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import check_readable_config, load_tokenizer
+from gqa_convert.runtime.json_objects import Config
 
 
 def usable_tokenizer(folder: Path) -> Any:

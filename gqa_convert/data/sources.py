@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.data.files import SUFFIXES, Files, kind_of
 from gqa_convert.data.folders import data_files
 from gqa_convert.data.hub import HubDataset, commit_of
 from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
 from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.errors import DataError
+from gqa_convert.runtime.paths import local_path
 
 STDLIB = "python-stdlib"
 HELD_OUT = "python-stdlib:held-out"

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
 from gqa_convert.data.order import divided, mix, permuted
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import explained, load_tokenizer, no_warnings
+from gqa_convert.runtime.json_objects import Config
 
 _TASK = "transcribe"
 

@@ -9,9 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.devices import multiplies_bfloat16
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.order import mix, permuted
@@ -20,6 +17,9 @@ from gqa_convert.data.sources import TextSource
 from gqa_convert.data.text_generation import OwnText
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import block_length
+from gqa_convert.publishing.atomic_files import write_whole
+from gqa_convert.runtime.machine import multiplies_bfloat16
+from gqa_convert.runtime.paths import local_path
 
 LONGEST = 256
 """The most tokens of a target."""

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.devices import multiplies_bfloat16
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.data.encoders import template_of_one_day
 from gqa_convert.data.model_tokenizer import check_vocabulary
@@ -23,6 +20,9 @@ from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.generating import generating_with
+from gqa_convert.publishing.atomic_files import write_whole
+from gqa_convert.runtime.machine import multiplies_bfloat16
+from gqa_convert.runtime.paths import local_path
 
 LENGTH = 512
 """The most tokens of one text."""

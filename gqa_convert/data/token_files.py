@@ -25,14 +25,13 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.atomic_files import atomic_file
-from gqa_convert.checkpoint.locks import wait_for_lock
-from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
 from gqa_convert.data.documents import Piece
 from gqa_convert.data.files import Files
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import TextSource
-from gqa_convert.errors import DataError
+from gqa_convert.errors import DataError, is_disk_full, no_space
+from gqa_convert.publishing.atomic_files import atomic_file
+from gqa_convert.publishing.locks import wait_for_lock
 
 Marked = npt.NDArray[np.uint32]
 """Token ids, the last one of each document with its mark."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.records import COMPOSITES, record_of
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 SECTION = "text_config"
 """The config key of the decoder's own config."""

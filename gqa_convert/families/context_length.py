@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
+from gqa_convert.runtime.json_objects import Config
 
 LONGEST = 2048
 """The most tokens of a block or window, even if the model has positions for more."""

@@ -6,9 +6,9 @@ which vLLM, llama.cpp and MLX compute the layer's intermediate size.
 
 import copy
 
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families.windows import has_window
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _WINDOW_KEYS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Keys about sliding windows, which a DeciLM does not know. transformers' `generate` would make other masks for

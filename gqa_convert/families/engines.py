@@ -1,9 +1,9 @@
 """Where engines compute something else than transformers."""
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.records import record_of
 from gqa_convert.families.windows import has_window
+from gqa_convert.runtime.json_objects import Config
 
 LOADERS = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""

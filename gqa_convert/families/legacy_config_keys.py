@@ -2,9 +2,9 @@
 other software of its time would silently take defaults.
 """
 
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.records import record_of
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _NAMES = {
     "dtype": "torch_dtype",

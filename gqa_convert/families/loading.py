@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import (
     CorruptCheckpointError,
     GQAConvertError,
     NoLanguageModelError,
     first_line,
+    is_out_of_memory,
 )
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import check_per_layer_config
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 TASKS = (
     "AutoModelForCausalLM",

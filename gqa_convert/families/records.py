@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.families.family import CONVERTED_PREFIX, Family, Modeling
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _FOLDER = Path(__file__).parent
 _DERIVED: JsonObject = json.loads((_FOLDER / "derived.json").read_text(encoding="utf-8"))

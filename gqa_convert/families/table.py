@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.composite import PREFIXES, decoder_config, is_composite
 from gqa_convert.families.family import Family, Modeling
@@ -16,6 +15,7 @@ from gqa_convert.families.records import (
     record_of,
     unlisted,
 )
+from gqa_convert.runtime.json_objects import Config
 
 __all__ = [
     "COMPOSITES",

@@ -1,7 +1,7 @@
 """Which layers of a model attend to a sliding window, and so cache fewer tokens than a text has."""
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.families.composite import decoder_config
+from gqa_convert.runtime.json_objects import Config
 
 
 def has_window(config: Config) -> bool:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.signed_card import CARD, MARKER, is_our_card, signed
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError, PublishError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
@@ -15,6 +13,8 @@ from gqa_convert.hub.markup import printable, render
 from gqa_convert.hub.measured import eval_results, read_measured
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.merging.methods import METHODS
+from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
+from gqa_convert.runtime.json_objects import JsonObject
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _TASKS = {

@@ -9,15 +9,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
 from gqa_convert.hub.names import PublicNames
 from gqa_convert.hub.options import HUB_ID
 from gqa_convert.merging.methods import COPY
+from gqa_convert.publishing.ownership import CARD
+from gqa_convert.runtime.json_objects import JsonObject, parse_object
 
 
 class ConversionRecord(BaseModel):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.runtime.json_objects import JsonObject
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _BUILT_WITH: dict[str, tuple[str, str]] = _TABLES["built_with"]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.measuring.tables import number
+from gqa_convert.runtime.messages import size
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]#|~!$])")
 _CODE = str.maketrans("`|", "'¦")

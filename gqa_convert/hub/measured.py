@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.names import PublicNames
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
+from gqa_convert.runtime.paths import local_path
 
 
 class Evaluated(NamedTuple):

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.runtime.json_objects import JsonObject
 
 _ON_HUB = ("id", "source", "model")
 """Keys whose value is on the Hub where a `revision` stands beside it."""

@@ -4,12 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.ownership import some
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.signed_card import CARD
 from gqa_convert.errors import OutputError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
@@ -17,6 +12,11 @@ from gqa_convert.hub.converted import open_converted
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.repository import HashedFile, Repository, find_changes, hash_file, refuse_token
 from gqa_convert.measuring import Progress, no_progress
+from gqa_convert.publishing.atomic_files import write_whole
+from gqa_convert.publishing.ownership import CARD
+from gqa_convert.runtime.json_objects import Result
+from gqa_convert.runtime.messages import some
+from gqa_convert.runtime.paths import local_path
 
 
 @dataclass(frozen=True, kw_only=True)

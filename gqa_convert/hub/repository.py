@@ -10,12 +10,12 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint import ownership
 from gqa_convert.checkpoint.formats import is_weight_file
-from gqa_convert.checkpoint.ownership import some
 from gqa_convert.errors import InterruptedRunError, PublishError, UploadError
 from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.options import PublishOptions
+from gqa_convert.publishing import ownership
+from gqa_convert.runtime.messages import some
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -89,10 +89,10 @@ def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
             changed.append(file.path)
     warnings = []
     if changed:
-        warnings.append(f"changed since the conversion: {ownership.some(changed)}")
+        warnings.append(f"changed since the conversion: {some(changed)}")
     if unknown:
         warnings.append(
-            f"{ownership.some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check "
+            f"{some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check "
             f"with gqa-convert verify {model.folder} --source SOURCE"
         )
     return warnings

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gqa_convert.checkpoint.resource_errors import is_out_of_memory
-from gqa_convert.errors import DeviceMemoryError
+from gqa_convert.errors import DeviceMemoryError, is_out_of_memory
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, the steps done and the number of steps."""

@@ -5,11 +5,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.machine import Machine
-from gqa_convert.checkpoint.resource_errors import is_disk_full
-from gqa_convert.checkpoint.results import Result
-from gqa_convert.errors import NoSpaceError, OutputError, ReportError
+from gqa_convert.errors import NoSpaceError, OutputError, ReportError, is_disk_full
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.runtime.json_objects import Result
+from gqa_convert.runtime.machine import Machine
 
 Number = float | None
 """None, null in the file, stands for what was not measured or is not finite."""

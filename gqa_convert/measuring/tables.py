@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
@@ -12,6 +11,7 @@ from gqa_convert.measuring.results import (
     ModelScores,
     ScoredText,
 )
+from gqa_convert.runtime.messages import size
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import (
     CorruptCheckpointError,
     MissingExtraError,
@@ -29,6 +26,8 @@ from gqa_convert.families.loading import (
 )
 from gqa_convert.families.released import release_of
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.runtime.json_objects import JsonObject, Result
+from gqa_convert.runtime.paths import local_path
 
 from .engines import ENGINES, find_interpreter
 from .request import NEW_TOKENS, Request, TokenIds

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.runtime.paths import local_path
 
 from .worker import run
 

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
-from gqa_convert.checkpoint.atomic_files import sync, write_json
-from gqa_convert.checkpoint.resource_errors import is_disk_full, no_space
-from gqa_convert.checkpoint.strict_json import JsonObject
-from gqa_convert.errors import GQAConvertError, ResumeError, first_line
+from gqa_convert.errors import GQAConvertError, ResumeError, first_line, is_disk_full, no_space
 from gqa_convert.processes import Say, by_first, rank, waiting_group
+from gqa_convert.publishing.atomic_files import sync, write_json
+from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.training.sharding import unwrapped
 
 _UNFINISHED = ".unfinished-"

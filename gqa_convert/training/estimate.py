@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.objectives import make_sampler
 from gqa_convert.data.sampler import Batch, Sampler
@@ -28,6 +26,8 @@ from gqa_convert.data.token_files import LAST, TokenSource
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
 from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.runtime.json_objects import Result
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from gqa_convert.checkpoint.atomic_files import sync, write_json
 from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import ITEM_BYTES
-from gqa_convert.checkpoint.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
-from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.publishing.atomic_files import sync, write_json
+from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
+from gqa_convert.publishing.publication import staged_folder
+from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.training.checkpoints import StateDict
 
 

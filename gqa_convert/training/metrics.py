@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.results import Result
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.training.recipe import Recipe
 
 

@@ -18,8 +18,6 @@ import yaml
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic.dataclasses import dataclass
 
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.results import plain
 from gqa_convert.data.keys import (
     CONFIG,
     Flag,
@@ -37,6 +35,8 @@ from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.scalars import shown
 from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
+from gqa_convert.runtime.json_objects import plain
+from gqa_convert.runtime.paths import local_path
 
 Sharding = Literal["auto", "replicate", "full"]
 Tracker = Literal[

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gqa_convert.checkpoint.atomic_files import sync, write_json
-from gqa_convert.checkpoint.machine import machine, measurement
-from gqa_convert.checkpoint.publication import check_destination, sweep
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.families.loading import read_object
 from gqa_convert.processes import Say, by_first, check_agreement, join, rank, started, together
+from gqa_convert.publishing.atomic_files import sync, write_json
+from gqa_convert.publishing.publication import check_destination, sweep
+from gqa_convert.runtime.machine import machine, measurement
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from gqa_convert.checkpoint.atomic_files import write_json, write_whole
-from gqa_convert.checkpoint.locks import try_lock
 from gqa_convert.data.sources import DatasetCommits
 from gqa_convert.errors import LaunchError, OutputError
+from gqa_convert.publishing.atomic_files import write_json, write_whole
+from gqa_convert.publishing.locks import try_lock
 from gqa_convert.training.metrics import RunSummary, read_metrics
 from gqa_convert.training.recipe import Recipe
 

@@ -6,8 +6,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.resource_errors import is_disk_full, is_out_of_memory, no_space
-from gqa_convert.errors import GQAConvertError, OutputError
+from gqa_convert.errors import (
+    GQAConvertError,
+    OutputError,
+    is_disk_full,
+    is_out_of_memory,
+    no_space,
+)
 from gqa_convert.families.loading import no_bars
 from gqa_convert.processes import Say, out_of_memory, taking_part
 from gqa_convert.training.recipe import read_recipe

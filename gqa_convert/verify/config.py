@@ -4,12 +4,12 @@ import copy
 import json
 from typing import Any
 
-from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.composite import SECTION
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.released import TESTED_KEY, is_released, release_of
+from gqa_convert.publishing.ownership import hash_file
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, Result

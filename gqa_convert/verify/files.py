@@ -9,9 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from gqa_convert.checkpoint.files import leads_out
-from gqa_convert.checkpoint.ownership import hash_file
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import read_object
+from gqa_convert.publishing.ownership import hash_file
 from gqa_convert.verify.config import compare_json, in_json
 from gqa_convert.verify.inputs import Inputs
 from gqa_convert.verify.report import Failure

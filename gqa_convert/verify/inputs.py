@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.rewriting.folder import rewritten_folder
 from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
@@ -19,6 +18,7 @@ from gqa_convert.families.family import Family, Modeling
 from gqa_convert.families.loading import read_config, read_object
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import family_of
+from gqa_convert.runtime.paths import local_path
 from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, JsonObject, Weights
 
 Progress = Callable[[str, int, int], None]

@@ -17,8 +17,8 @@ OURS = {
         for name in ("commands", "console", "console.screen", "options", "running")
     ),
     *(f"gqa_convert.cli.{name.replace('-', '_')}" for name in COMMANDS),
-    "gqa_convert.checkpoint",
-    "gqa_convert.checkpoint.byte_sizes",
+    "gqa_convert.runtime",
+    "gqa_convert.runtime.messages",
     "gqa_convert.errors",
     "gqa_convert.merging",
     "gqa_convert.merging.methods",

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gqa_convert import convert_checkpoint
-from gqa_convert.checkpoint.devices import multiplies_bfloat16
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.calibration.text import Calibration, calibration_batches
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
@@ -18,6 +17,7 @@ from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.data.target_writing import written_targets
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
+from gqa_convert.runtime.machine import multiplies_bfloat16
 from tests.helpers import seq2seq
 from tests.helpers.fitting import divergence
 from tests.helpers.seq2seq import BOS, EOS

@@ -14,10 +14,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.checkpoint.signed_card import is_our_card
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -26,6 +23,9 @@ from gqa_convert.families.released import TESTED
 from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
 from gqa_convert.measuring.results import EvaluationFile, write_result
+from gqa_convert.publishing.ownership import is_our_card
+from gqa_convert.runtime.machine import measurement
+from gqa_convert.runtime.messages import size
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama

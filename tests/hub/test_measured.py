@@ -9,7 +9,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import Machine
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -25,6 +24,7 @@ from gqa_convert.measuring.results import (
     ScoredText,
     write_result,
 )
+from gqa_convert.runtime.machine import Machine
 from tests.helpers.checkpoints import write_llama
 
 PARTS: dict[str, Any] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.errors import NoSpaceError, OutputError, ReportError
 from gqa_convert.measuring.results import (
     EvaluationFile,
@@ -17,6 +16,7 @@ from gqa_convert.measuring.results import (
     load_evaluation,
     write_result,
 )
+from gqa_convert.runtime.machine import measurement
 from tests.helpers.checkpoints import refused
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gqa_convert.checkpoint.machine import machine
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
 from gqa_convert.measuring.tables import evaluation_tables
+from gqa_convert.runtime.machine import machine
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.checkpoint.ownership import foreign_files
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.refreshing import refresh_modeling
 from gqa_convert.conversion.run import convert_checkpoint
@@ -15,6 +14,7 @@ from gqa_convert.errors import OptionError, SourceNotFoundError
 from gqa_convert.families import released
 from gqa_convert.families.family import MODELING
 from gqa_convert.families.released import TESTED, Release, releases
+from gqa_convert.publishing.ownership import foreign_files
 from gqa_convert.verify.report import VerificationReport
 from gqa_convert.verify.run import verify_checkpoint
 from tests.helpers.own_files import make_source

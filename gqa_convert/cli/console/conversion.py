@@ -3,10 +3,10 @@
 import shlex
 from collections.abc import Sequence
 
-from gqa_convert.checkpoint.byte_sizes import size
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.run import ConversionResult
+from gqa_convert.runtime.messages import size
 
 from .plan import CACHES, heads_change, loaded_by
 from .screen import ProgressScreen, print_note, show_done

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from tempfile import gettempdir
 
-from gqa_convert.checkpoint.byte_sizes import size
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import Needs
 from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positions
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.messages import size
 
 from .screen import print_note, say, show_table, tokens_text
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gqa_convert.checkpoint.strict_json import JsonObject
+    from gqa_convert.runtime.json_objects import JsonObject
 
 
 _WIDTH = 120

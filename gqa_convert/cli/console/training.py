@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.byte_sizes import size
+from gqa_convert.runtime.messages import size
 
 from .screen import ProgressScreen, print_note, show_done, tokens_text
 

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.paths import local_path
 from gqa_convert.conversion.options import (
     BATCH_TOKENS,
     CalibrationOptions,
@@ -23,6 +21,8 @@ from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears, is_encoder_decoder
+from gqa_convert.runtime.machine import chosen_device
+from gqa_convert.runtime.paths import local_path
 
 if TYPE_CHECKING:
     from gqa_convert.conversion.calibration.text import Calibration

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Fields
@@ -20,6 +19,7 @@ from gqa_convert.data.order import Integers, divided, mix, permuted
 from gqa_convert.data.pairs import PairEncoder, refuse_languages, shortened
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import tokenize
+from gqa_convert.runtime.json_objects import Config
 
 if TYPE_CHECKING:
     from torch import Tensor

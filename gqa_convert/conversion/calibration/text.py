@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.calibration.mixture import MadeUpRecords, SharedText
 from gqa_convert.conversion.calibration.pairs import pair_batches, pair_fields, read_pairs
 from gqa_convert.conversion.calibration.stretched_blocks import stretched
@@ -45,6 +44,7 @@ from gqa_convert.families.context_length import (
 )
 from gqa_convert.families.loading import is_encoder_decoder, read_config
 from gqa_convert.families.records import record_of
+from gqa_convert.runtime.json_objects import Config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.layers.attention_calls import Batch, own_rows, parts_of, tokens_of
 from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import list_elements
@@ -30,6 +29,7 @@ from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgres
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
 from gqa_convert.processes import by_first, total
+from gqa_convert.runtime.json_objects import JsonObject
 
 RATE = 0.005
 """Of `RelativeAdam`."""

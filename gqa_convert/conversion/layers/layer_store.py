@@ -18,11 +18,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from gqa_convert.checkpoint.atomic_files import write_whole
-from gqa_convert.checkpoint.locks import try_lock
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import InterruptedRunError, OutputError
 from gqa_convert.processes import by_first
+from gqa_convert.publishing.atomic_files import write_whole
+from gqa_convert.publishing.locks import try_lock
+from gqa_convert.runtime.json_objects import JsonObject
 
 Array = npt.NDArray[Any]
 

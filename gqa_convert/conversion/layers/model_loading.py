@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import (
@@ -25,6 +24,7 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.families.table import family_of
+from gqa_convert.publishing.publication import staged_folder
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 Precision = Callable[[], AbstractContextManager[Any]]

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from gqa_convert.checkpoint.ownership import some
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
 from gqa_convert.conversion.plan.files import keep_files
@@ -19,6 +17,8 @@ from gqa_convert.families.loading import check_language_model
 from gqa_convert.families.table import Family, Modeling, family_of
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.methods import COPY, MEAN, choose_method
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.messages import some
 
 
 def make_plan(

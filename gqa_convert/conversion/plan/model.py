@@ -7,7 +7,6 @@ from itertools import chain
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.families.engines import computes_otherwise
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Section
@@ -16,6 +15,7 @@ from gqa_convert.families.table import Family, Modeling
 from gqa_convert.families.windows import window_of
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod
+from gqa_convert.runtime.json_objects import JsonObject
 
 _ENTRY_BYTES = 120
 """Of a tensor in a file's header beside its name, at most."""

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from gqa_convert.checkpoint.atomic_files import write_json
-from gqa_convert.checkpoint.publication import staged_folder
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.progress import REWRITING, FitProgress, OnProgress
 from gqa_convert.conversion.sidecar_files import copy_files, write_index
 from gqa_convert.conversion.writing import check_room, write_file
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.publishing.publication import staged_folder
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """GPT-NeoX with parallel blocks as phi, which computes the same with one norm in each block."""
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.conversion.rewriting.arrays import head_rows
 from gqa_convert.conversion.rewriting.other_form import OtherForm
 from gqa_convert.conversion.rewriting.stock_config import (
@@ -11,6 +10,7 @@ from gqa_convert.conversion.rewriting.stock_config import (
     stock_config,
 )
 from gqa_convert.families import layouts
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _COUNTS = (
     "vocab_size",

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import Config
 from gqa_convert.conversion.rewriting.gpt2 import rewrite_gpt2
 from gqa_convert.conversion.rewriting.gpt_neox import rewrite_gpt_neox
 from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES, NoStockClassError
 from gqa_convert.errors import OptionError
 from gqa_convert.families.table import FAMILIES
+from gqa_convert.runtime.json_objects import Config
 
 
 def plan_rewriting(

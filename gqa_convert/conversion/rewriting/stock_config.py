@@ -4,8 +4,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gqa_convert.checkpoint.strict_json import Config, JsonObject
 from gqa_convert.errors import ConfigError
+from gqa_convert.runtime.json_objects import Config, JsonObject
 
 
 class StockType(NamedTuple):

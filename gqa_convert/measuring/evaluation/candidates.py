@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.paths import expanded
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.pairs import refuse_languages
@@ -16,6 +14,8 @@ from gqa_convert.data.span_corruption import has_sentinels
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.paths import expanded
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
 _HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material, Normal
 from gqa_convert.measuring.results import Difference
+from gqa_convert.runtime.json_objects import JsonObject
 
 
 class Mean(NamedTuple):

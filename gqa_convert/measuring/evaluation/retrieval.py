@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import OptionError
 from gqa_convert.families.generating import generating_with
 from gqa_convert.families.loading import cache_name
@@ -34,6 +33,7 @@ from gqa_convert.measuring.evaluation.retrieval_texts import (
     make_text,
 )
 from gqa_convert.measuring.results import AskedQuestions, Found
+from gqa_convert.runtime.json_objects import JsonObject
 
 QUESTIONS = 24
 """Of each kind at each length, by default."""

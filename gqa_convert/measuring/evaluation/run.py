@@ -9,10 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.checkpoint.devices import chosen_device
-from gqa_convert.checkpoint.machine import measurement
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.data.audio_files import AudioFile, list_audio_files
 from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Piece
@@ -47,6 +43,9 @@ from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.machine import chosen_device, measurement
+from gqa_convert.runtime.paths import local_path
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

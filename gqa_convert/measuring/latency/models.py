@@ -12,7 +12,6 @@ from transformers.initialization import no_init_weights
 from gqa_convert.attention import register
 from gqa_convert.attention.support import why_unsupported
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import kv_heads_by_layer
@@ -25,6 +24,7 @@ from gqa_convert.families.loading import (
 )
 from gqa_convert.families.modeling import register_modeling
 from gqa_convert.families.table import family_of
+from gqa_convert.runtime.json_objects import JsonObject
 
 _NEEDS_HEAD = (
     "benchmark decodes with one; name the language model that the checkpoint was made from"

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.machine import measurement
 from gqa_convert.checkpoint.source import open_local
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import stated_positions
@@ -21,6 +19,7 @@ from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.latency.decoding import STEPS, Decoder
 from gqa_convert.measuring.latency.models import make_models, plan_versions
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
+from gqa_convert.runtime.machine import chosen_device, measurement
 
 CONTEXT = 512
 """The default number of cached tokens."""

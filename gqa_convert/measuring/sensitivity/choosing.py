@@ -18,8 +18,6 @@ import torch
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.headers import ITEM_BYTES
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.publication import check_destination, staged_folder
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.calibration.mixture import MadeUpRecords
@@ -48,6 +46,8 @@ from gqa_convert.measuring.sensitivity.merged_copies import (
     score_copies,
 )
 from gqa_convert.merging.methods import DEFAULT
+from gqa_convert.publishing.publication import check_destination, staged_folder
+from gqa_convert.runtime.paths import local_path
 
 FIT_MARGIN = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not

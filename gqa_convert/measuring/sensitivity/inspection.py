@@ -7,10 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.paths import expanded
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
@@ -19,6 +16,8 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
 from gqa_convert.measuring.tables import figure
+from gqa_convert.runtime.json_objects import JsonObject, Result
+from gqa_convert.runtime.paths import expanded
 
 SINK_KEPT = 0.9
 """The share of the attention sink's length below which users are warned."""

@@ -7,9 +7,9 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
-from gqa_convert.checkpoint.results import Result
 from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
+from gqa_convert.runtime.json_objects import Result
 
 
 class KVBudget(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gqa_convert.checkpoint.devices import chosen_device
 from gqa_convert.conversion.layers.attention_calls import (
     MASSIVE,
     Batch,
@@ -45,6 +44,7 @@ from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
+from gqa_convert.runtime.machine import chosen_device
 
 Installations = Iterator[tuple[int, Installing]]
 Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installations]

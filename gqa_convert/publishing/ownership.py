@@ -5,26 +5,29 @@ The record in every result lists the files that were written with it, with their
 from disk to disk are not hashed, because that would take longer than the conversion. For them, the record has the time
 of the last change of the file's inode, which the system sets and nobody can set back: a file that was copied or moved
 here, or written to, has another one. A file that is not proven to be the listed one belongs to the user.
+
+`publish` writes a model card later; a signature in it shows whether it was edited since.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from gqa_convert.checkpoint.signed_card import CARD, is_our_card
-from gqa_convert.checkpoint.strict_json import JsonObject, parse_object
+from gqa_convert.checkpoint.provenance import RECORD
 from gqa_convert.errors import CorruptCheckpointError
-
-RECORD = "gqa_conversion.json"
-"""The file in every converted checkpoint that records how it was made."""
+from gqa_convert.runtime.json_objects import JsonObject, parse_object
 
 WRITTEN = "written"
 """The record's list of files: `{name: {"bytes": ..., "sha256": ...}}`, see `list_written`."""
 
-_NAMED = 3
-"""Number of files that a message names; it counts the rest."""
+CARD = "README.md"
+MARKER = re.compile(
+    r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n",
+    re.MULTILINE,
+)
 
 
 def list_written(folder: Path, result: JsonObject | None) -> dict[str, JsonObject]:
@@ -113,7 +116,21 @@ def is_unchanged(path: Path, known: JsonObject) -> bool:
     return bool(known.get("changed_ns") == status.st_ctime_ns)
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first names of a list and the number of the others, for a message."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def is_our_card(text: str) -> bool:
+    """Return whether a text is a card exactly as `publish` wrote it."""
+    match = MARKER.search(text)
+    return (
+        match is not None and signed(text[: match.start()], match[1], text[match.end() :]) == text
+    )
+
+
+def signed(front: str, stated: str, body: str) -> str:
+    """Return a card with its signature between front matter and body.
+
+    Args:
+        front: the front matter.
+        stated: what the source's front matter states, as JSON on one line.
+        body: the text below the front matter.
+    """
+    digest = hashlib.sha256(f"{front}{stated}{body}".encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{front}<!-- written by gqa-convert publish from a source that states {stated}, sha256 {digest} -->\n{body}"

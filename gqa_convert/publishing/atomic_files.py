@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.runtime.json_objects import JsonObject
 
 
 @contextlib.contextmanager

@@ -1,14 +1,15 @@
-"""JSON objects in files: everything else is an error that names the file."""
+"""JSON objects: read from files, where everything else is an error that names the file, and made of results."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 
 JsonObject = dict[str, Any]
 """A JSON object, as `json.loads` returns it and `json.dumps` takes it."""
-
 
 Config = Mapping[str, Any]
 """The content of a config.json that somebody else wrote."""
@@ -41,3 +42,22 @@ def parse_object(
             f"{where} holds a JSON {type(value).__name__} instead of an object: copy the file again"
         )
     return value
+
+
+_PLAIN: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constants"})
+"""Numbers that are not finite stay as they are."""
+
+
+def plain(value: Any) -> Any:
+    """Turn dataclasses and mappings into dictionaries, and sequences into lists, all the way down."""
+    return _PLAIN.dump_python(value, mode="json", fallback=dict)
+
+
+class Result:
+    """A result with named attributes and a JSON form, which `--json` prints."""
+
+    __slots__ = ()
+
+    def as_json(self) -> JsonObject:
+        """The result as plain data."""
+        return plain(self)  # type: ignore[no-any-return]

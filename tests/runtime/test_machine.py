@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gqa_convert.checkpoint import devices
+from gqa_convert.runtime import machine
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,6 @@ def test_limits_of_control_groups_count(
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(devices, "PROC", tmp_path)
-    monkeypatch.setattr(devices, "_GROUPS", tmp_path / "groups")
-    assert devices.available_memory(CPU) == free
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path / "groups")
+    assert machine.available_memory(CPU) == free

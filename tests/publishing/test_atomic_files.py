@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.checkpoint.atomic_files import atomic_file, write_json, write_whole
-from gqa_convert.checkpoint.locks import try_lock, wait_for_lock
-from gqa_convert.checkpoint.resource_errors import is_disk_full
+from gqa_convert.errors import is_disk_full
+from gqa_convert.publishing.atomic_files import atomic_file, write_json, write_whole
+from gqa_convert.publishing.locks import try_lock, wait_for_lock
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.checkpoint.paths import cache_folder
 from gqa_convert.errors import OptionError
+from gqa_convert.runtime.paths import cache_folder
 
 
 def test_the_cache_is_in_the_stated_folder_or_in_the_home_folder(

@@ -7,14 +7,13 @@ the time of a copy.
 
 import errno
 import fcntl
-import io
 import mmap
 import os
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.checkpoint.source_files import SourceFile
 
 BLOCK = 4096
 """Bytes. Filesystems share blocks, and disks write past the page cache, in units of this size or of a divisor of it."""
@@ -33,33 +32,6 @@ _NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOTBLK)
 """What a filesystem answers that cannot write from here past the cache."""
 
 Progress = Callable[[int], None]
-
-
-class SourceFile(io.FileIO):
-    """A file whose byte ranges are read."""
-
-    def fill(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes from `start`.
-
-        Raises:
-            CorruptCheckpointError: the file ends too early, or cannot be read.
-        """
-        while view:
-            try:
-                done = os.preadv(self.fileno(), [view], start)
-            except OSError as problem:
-                raise CorruptCheckpointError(
-                    f"{self.name} cannot be read ({problem.strerror}): check the disk, or copy the file again"
-                ) from None
-            if done == 0:
-                raise self.ended()
-            view, start = view[done:], start + done
-
-    def ended(self) -> CorruptCheckpointError:
-        """The error for a file that is shorter than its header says."""
-        return CorruptCheckpointError(
-            f"{self.name} became shorter while it was being read: copy it again, and do not write to it during a conversion"
-        )
 
 
 class WrittenFile(ExitStack):

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gqa_convert.checkpoint import copying
-from gqa_convert.checkpoint.copying import BLOCK, SourceFile, WrittenFile
+from gqa_convert.checkpoint.source_files import SourceFile
 from gqa_convert.errors import CorruptCheckpointError
+from gqa_convert.publishing import copying
+from gqa_convert.publishing.copying import BLOCK, WrittenFile
 from tests.helpers.checkpoints import refused
 
 DATA = np.random.default_rng(0).bytes(40 * BLOCK + 77)

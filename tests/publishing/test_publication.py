@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.checkpoint import publication
-from gqa_convert.checkpoint.publication import staged_folder, sweep
 from gqa_convert.conversion import run as convert
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
@@ -28,6 +26,8 @@ from gqa_convert.errors import (
     NoSpaceError,
     OutputError,
 )
+from gqa_convert.publishing import publication
+from gqa_convert.publishing.publication import staged_folder, sweep
 from tests.helpers.checkpoints import by_mean, digests, llama_arrays, refused, write_llama
 from tests.helpers.uptrain_runs import AtFileEvent, die, in_child
 
@@ -252,7 +252,7 @@ def _late(call: Callable[[], Any]) -> Callable[[int], None]:
 class TestSweep:
     def test_a_live_run_keeps_its_folder(self, tmp_path: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from gqa_convert.checkpoint.publication import staged_folder\n"
+            "import sys; from pathlib import Path; from gqa_convert.publishing.publication import staged_folder\n"
             "with staged_folder(Path(sys.argv[1])) as staged:\n"
             " (staged.path / 'x').touch(); print('ready', flush=True); sys.stdin.read()\n"
         )

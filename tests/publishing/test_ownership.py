@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.checkpoint.ownership import foreign_files
-from gqa_convert.checkpoint.signed_card import signed
 from gqa_convert.errors import OutputError
+from gqa_convert.publishing.ownership import foreign_files, signed
 from tests.helpers.checkpoints import by_mean, digests, write_llama
 
 

@@ -1,0 +1,1 @@
+"""The machine, paths, and JSON and sizes in messages: what knows no checkpoint."""
