@@ -1,4 +1,6 @@
-"""The checks on what OUT states: its config with the modelling files that it leads to, and its record, gqa_conversion.json."""
+"""The checks on what OUT states: its config with the modelling files that it leads to, and its
+record, gqa_conversion.json.
+"""
 
 import copy
 import json
@@ -10,10 +12,9 @@ from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.families.released import TESTED_KEY, is_released, release_of
 from gqa_convert.publishing.ownership import hash_file
-from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, Result
-from gqa_convert.verify.weights import CONFIG, PROVENANCE, JsonObject
 
 _REFRESH = "`gqa-convert verify OUT --refresh` replaces them by this release's"
 
@@ -30,26 +31,25 @@ def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:
         Failure: they differ.
     """
     for key in sorted(found.keys() | expected.keys()):
-        stated, wanted = (
-            in_json(each[key]) if key in each else "nothing" for each in (found, expected)
-        )
+        stated = in_json(found[key]) if key in found else "nothing"
+        wanted = in_json(expected[key]) if key in expected else "nothing"
         if stated != wanted:
             raise Failure(f"{where} states {key} = {stated}, expected {wanted}")
 
 
 def check_config(result: Result) -> str:
-    """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors, and for the keys that
-    lead to a modelling file and say what that was tested with.
+    """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors,
+    and for the keys that lead to a modelling file and say what that was tested with.
     """
-    config, expected = result.inputs.out_config, _expected_config(result)
+    config = result.inputs.out_config
+    expected = _expected_config(result)
     release = release_of(result.inputs.out, result.modeling) if result.modeling else None
-    stated = (
-        release.transformers if release else config.get(TESTED_KEY)
-    )  # another check fails without a release
-    if stated is not None:
-        expected[TESTED_KEY] = stated
+    # files of no release fail a check of their own
+    tested = release.transformers if release else config.get(TESTED_KEY)
+    if tested is not None:
+        expected[TESTED_KEY] = tested
     compare_json(CONFIG, config, expected)
-    return f"SOURCE's, with {result.geometry.groups} K/V heads"
+    return f"SOURCE's, with {result.groups} K/V heads"
 
 
 def _expected_config(result: Result) -> JsonObject:
@@ -57,22 +57,25 @@ def _expected_config(result: Result) -> JsonObject:
     family = inputs.family
     modeling = result.modeling
     original = inputs.config
-    groups = result.geometry.groups
+    groups = result.groups
     added = _modelling_keys(modeling, original) if modeling else legacy_config_keys(original)
     if modeling and modeling in family.layerwise:
-        return restate(modeling, original, tuple(result.geometry.counts)) | added
+        return restate(modeling, original, tuple(result.counts)) | added
+
+    # the numbers; the stock class of another type does not know the family's keys
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
-    if modeling or not family.modeling:  # the stock class of another type does not know these keys
+    if modeling or not family.modeling:
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
-        if result.geometry.kinds["encoder"]:
+        if result.kinds["encoder"]:
             changes[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1
+
+    # of a composite model they stand in the decoder's config, and beside it only where SOURCE's do
     expected = section = copy.deepcopy(original)
     if family.is_composite:
         if isinstance(original.get(SECTION), dict):
             section = expected[SECTION]
-            # the numbers stand beside the decoder's config only where SOURCE repeats them
             expected |= {key: groups for key in family.kv_heads_keys if key in expected}
         for key, value in legacy_config_keys(inputs.decoder_config).items():
             section.setdefault(key, value)
@@ -90,12 +93,12 @@ def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
     """
-    models = [name for auto, name in modeling.classes if auto not in ("AutoConfig", "AutoModel")]
+    classes = dict(modeling.classes)
+    models = [name for auto, name in classes.items() if auto not in ("AutoConfig", "AutoModel")]
     wanted = [f"GQA{name.removeprefix('GQA')}" for name in original.get("architectures") or []]
-    classes = dict(modeling.classes).values()
     return {
         "model_type": modeling.model_type,
-        "architectures": [name for name in wanted if name in classes] or models[:1],
+        "architectures": [name for name in wanted if name in classes.values()] or models[:1],
         "auto_map": _auto_map(original, models=False) | modeling.auto_map,
         # without one, transformers would look for a tokenizer of the new model type
         "tokenizer_class": original.get("tokenizer_class") or modeling.tokenizer,
@@ -103,67 +106,67 @@ def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
 
 
 def _auto_map(config: JsonObject, *, models: bool) -> JsonObject:
-    """The entries of a config's `auto_map` for configs and models, or those for other classes."""
+    """A config's `auto_map`: its entries for configs and models, or those for other classes."""
     entries = config.get("auto_map") or {}
-    return {
-        auto: code
-        for auto, code in entries.items()
-        if auto.startswith(("AutoConfig", "AutoModel")) == models
-    }
+    own = ("AutoConfig", "AutoModel")
+    return {auto: code for auto, code in entries.items() if auto.startswith(own) == models}
 
 
 def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
-    """OUT's modelling files are those of one release of the package, byte for byte, and the only code that its config
-    leads to.
+    """OUT's modelling files are those of one release of the package, byte for byte, and the only
+    code that its config leads to.
     """
+    names = [file.name for file in modeling.files]
     release = release_of(inputs.out, modeling)
     if release is None:
-        unknown = [file.name for file in modeling.files if not is_released(inputs.out, file.name)]
+        unknown = [name for name in names if not is_released(inputs.out, name)]
         if unknown:
             raise Failure(
                 f"{unknown[0]} differs from the file of every release: its code is not executed"
             )
         raise Failure(f"the modelling files are of different releases: {_REFRESH}")
-    compare_json(
-        f"{CONFIG}: auto_map", _auto_map(inputs.out_config, models=True), modeling.auto_map
-    )
-    names = " and ".join(file.name for file in modeling.files)
-    return (
-        f"{names} of this release" if release.is_current else f"{names}, {release.name}: {_REFRESH}"
-    )
+    code = _auto_map(inputs.out_config, models=True)
+    compare_json(f"{CONFIG}: auto_map", code, modeling.auto_map)
+    if release.is_current:
+        return f"{' and '.join(names)} of this release"
+    return f"{' and '.join(names)}, {release.name}: {_REFRESH}"
 
 
 def check_provenance(result: Result) -> str:
-    """The type, the heads and the method that OUT claims are those that the files show, and the type, the sizes and the
-    hashes that it claims of SOURCE are those of the checkpoint that the user named.
+    """The type, the heads and the method that OUT claims are those that the files show, and the
+    type, the sizes and the hashes that it claims of SOURCE are those of the checkpoint that the
+    user named.
     """
     inputs = result.inputs
     claims = inputs.claims
-    geometry = result.geometry
     if not claims:
         raise Failure(f"{PROVENANCE} is missing, or no JSON object")
     if claims.get("uptraining_tokens"):
         raise Failure(
-            f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, which changed its tensors: "
-            "verify the checkpoint that it was trained from"
+            f"OUT was trained on {claims['uptraining_tokens']} tokens after its conversion, which "
+            "changed its tensors: verify the checkpoint that it was trained from"
         )
+
+    # what the files show
     route = "native" if inputs.has_class else "checkpoint's own code"
     truth = {
         "model_type": inputs.family.model_type,
-        "heads": geometry.decoder[0].heads,
-        "source_kv_heads": max(module.before for module in geometry.decoder),
-        "groups": geometry.groups,
+        "heads": result.decoder[0].heads,
+        "source_kv_heads": max(module.before for module in result.decoder),
+        "groups": result.groups,
         "method": result.method,
-        "encoder": bool(geometry.kinds["encoder"]),
+        "encoder": bool(result.kinds["encoder"]),
         "route": "own file" if result.modeling else route,
     }
     compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)
+
+    # `fit` needs a text, `factor` may have one, and no other method reads any
     text = claims.get("calibration")
-    was_read = text is not None and text["tokens"] > 0
-    if was_read != result.has_text or (
-        result.method != FACTORED and was_read != (result.method == FITTED)
-    ):
+    is_fitting = result.method == FACTORED or result.has_text == (result.method == FITTED)
+    if not is_fitting or (text is not None and text["tokens"] <= 0):
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
+
+    # SOURCE
     origin = claims["source"]
     source = inputs.original
     own_type = {"model_type": inputs.named.config.get("model_type")}

@@ -1,11 +1,11 @@
-"""Where the heads of a checkpoint lie, before and after its conversion, read from the shapes of both.
+"""Where the heads of a checkpoint lie, before and after its conversion, from the shapes of both.
 
-The converter reads the same facts from configs with different code; the agreement of the two is part of the proof. The
-numbers of heads come from shapes: a head of values is as wide as the output projection's input divided by the query heads,
-which no conversion changes. The same functions read the parameters of loaded models.
+The converter reads the same facts from configs with different code; the agreement of the two is
+part of the proof. The numbers of heads come from shapes: a head of values is as wide as the output
+projection's input divided by the query heads, which no conversion changes. The same functions read
+the parameters of loaded models.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +16,12 @@ from torch import Tensor
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import Family
-from gqa_convert.families.layerwise import heads_text
-from gqa_convert.verify.inputs import Inputs
+from gqa_convert.verify.inputs import Inputs, Tensors
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.weights import Tensors
 
 Kind = Literal["decoder", "cross", "encoder"]
 Role = str
-"""What rows hold: query, gate, key, value, key_norm, output; and output_bias, which is not divided into heads."""
+"""What rows hold: query, gate, key, value, key_norm, output; and output_bias, a single head."""
 MERGED = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
 Heads = dict[Role, Tensor]
@@ -32,7 +30,9 @@ Heads = dict[Role, Tensor]
 
 @dataclass(frozen=True)
 class HeadTensor:
-    """A tensor of one checkpoint that holds heads, or the norms of all K/V heads where each has a tensor of its own."""
+    """A tensor of one checkpoint that holds heads, or the norms of all K/V heads where each has a
+    tensor of its own.
+    """
 
     names: list[str]
     """One name, or one for each K/V head."""
@@ -54,10 +54,6 @@ class HeadTensor:
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
 
 
-Pair = tuple[HeadTensor, HeadTensor]
-"""A tensor in SOURCE and in OUT."""
-
-
 @dataclass(frozen=True)
 class Module:
     """An attention module."""
@@ -70,10 +66,11 @@ class Module:
     """K/V heads in SOURCE."""
     after: int
     """K/V heads in OUT."""
-    tensors: list[Pair]
+    tensors: list[tuple[HeadTensor, HeadTensor]]
+    """Its tensors that hold heads, each in SOURCE and in OUT."""
 
 
-class Geometry:
+def read_modules(inputs: Inputs, source: Tensors, out: Tensors) -> list[Module]:
     """The attention modules of a checkpoint whose heads the conversion may have merged.
 
     Args:
@@ -81,59 +78,29 @@ class Geometry:
         source: SOURCE's tensors, or its model's parameters.
         out: the same of OUT.
 
-    Attributes:
-        modules: all of them.
-        kinds: the number of modules of each kind.
-        decoder: the modules of the decoder's self-attention, in the order of the layers.
-        counts: K/V heads of OUT in each layer of the decoder.
-        groups: the same; one number where all layers have it.
-        changed: the modules with another number of K/V heads in OUT than in SOURCE.
-        merged: the modules with fewer K/V heads in OUT than in SOURCE.
-
     Raises:
         ConfigError: SOURCE has no attention.
         Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
     """
-
-    def __init__(self, inputs: Inputs, source: Tensors, out: Tensors) -> None:
-        family = inputs.family
-        projection = f".{family.fused or family.value}.weight"
-        modules = []
-        for name in source:
-            module = name.removesuffix(projection)
-            if (
-                module == name
-                or not _is_called(module, family.attention)
-                or not family.owns(module)
-            ):
-                continue
-            kind: Kind = "cross" if _is_called(module, family.cross_attention) else "decoder"
-            if family.encoder in module.split("."):
-                kind = "encoder"
-            if kind != "encoder" or inputs.claims.get("encoder") is True:  # it was converted too
-                modules.append(_read_module(module, kind, inputs, source, out))
-        decoder = [module for module in modules if module.kind == "decoder"]
-        if not decoder:
-            raise ConfigError(
-                f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check its config"
-            )
-        self.modules = modules
-        self.kinds = Counter(module.kind for module in modules)
-        self.decoder = sorted(
-            decoder, key=lambda module: int(next(filter(str.isdigit, module.name.split("."))))
+    family = inputs.family
+    projection = f".{family.fused or family.value}.weight"
+    modules = []
+    for tensor in source:
+        name = tensor.removesuffix(projection)
+        if name == tensor or not _is_called(name, family.attention) or not family.owns(name):
+            continue
+        kind: Kind = "cross" if _is_called(name, family.cross_attention) else "decoder"
+        if family.encoder in name.split("."):
+            kind = "encoder"
+        # an encoder that was not converted keeps its tensors
+        if kind != "encoder" or inputs.claims.get("encoder") is True:
+            modules.append(_read_module(name, kind, inputs, source, out))
+    if not any(module.kind == "decoder" for module in modules):
+        raise ConfigError(
+            f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check "
+            "its config"
         )
-        self.counts = [module.after for module in self.decoder]
-        self.groups = self.counts if len(set(self.counts)) > 1 else self.counts[0]
-        self.changed = [module for module in modules if module.before != module.after]
-        self.merged = [module for module in modules if module.after < module.before]
-
-    def describe(self) -> str:
-        """Heads and layers in one line."""
-        modules = ", ".join(
-            f"{count} modules of {kind} attention" for kind, count in self.kinds.items()
-        )
-        before = heads_text([module.before for module in self.decoder])
-        return f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads in {modules}"
+    return modules
 
 
 def _is_called(module: str, names: tuple[str, ...]) -> bool:
@@ -142,23 +109,27 @@ def _is_called(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Tensors) -> Module:
-    """A module with its numbers of heads, which follow from the rows of the values, or of a fused projection."""
+    """A module with its numbers of heads, which follow from the rows of the values or of a fused
+    projection.
+    """
     family, config = inputs.family, inputs.decoder_config
-    key = (family.encoder_heads_key or family.heads_key) if kind == "encoder" else family.heads_key
+    key = family.heads_key
+    if kind == "encoder":
+        key = family.encoder_heads_key or key
     heads = config_value(config, key) or config["num_attention_heads"]
     axis = int(family.transposed)
     width = source[f"{name}.{family.output}.weight"].shape[1 - axis] // heads
     projection = f"{name}.{family.fused or family.value}.weight"
+    query_rows = heads * width if family.fused and kind != "cross" else 0
+    rows_of_a_head = 2 * width if family.fused else width
     counts = []
     for whose, tensors in (("SOURCE", source), ("OUT", out)):
         rows = tensors[projection].shape[axis] if projection in tensors else 0
-        if family.fused and kind != "cross":
-            rows -= heads * width
-        count, rest = divmod(rows, 2 * width if family.fused else width)
+        count, rest = divmod(rows - query_rows, rows_of_a_head)
         if rest or count < 1 or heads % count:
             raise Failure(
-                f"{projection} of {whose} does not suit {heads} query heads of {width} rows: no number of K/V heads "
-                "has that shape"
+                f"{projection} of {whose} does not suit {heads} query heads of {width} rows: "
+                "no number of K/V heads has that shape"
             )
         counts.append(count)
     before, after = counts
@@ -169,8 +140,13 @@ def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Te
     return module
 
 
-def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[Pair]:
-    """The tensors of a module that hold heads. In OUT, what is merged lies in one block."""
+def _head_tensors(
+    module: Module, family: Family, source: Tensors
+) -> Iterator[tuple[HeadTensor, HeadTensor]]:
+    """The tensors of a module that hold heads, in SOURCE and in OUT, where what is merged lies in
+    one block.
+    """
+    # what each tensor holds, and in how many blocks
     parts: dict[str, tuple[Role, ...]] = {
         family.key: ("key",),
         family.value: ("value",),
@@ -179,15 +155,13 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
     }
     blocks = {family.query: module.heads}  # a head's gate follows its queries
     if family.fused:
-        parts[family.fused] = (
-            ("key", "value") if module.kind == "cross" else ("query", "key", "value")
-        )
-        if family.fused_layout == "grouped" and module.kind != "cross":
+        own = () if module.kind == "cross" else ("query",)
+        parts[family.fused] = (*own, "key", "value")
+        if family.fused_layout == "grouped" and own:
             blocks[family.fused] = module.before
     if family.key_norm not in ("none", "shared"):
         parts[family.key_norm_name] = ("key_norm",)
-    before = dict.fromkeys(MERGED, module.before) | {"output_bias": 1}
-    after = before | dict.fromkeys(MERGED, module.after)
+
     for ending in ("weight", "bias"):
         for part, roles in parts.items():
             names = names_after = [f"{module.name}.{part}.{ending}"]
@@ -196,31 +170,27 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
                 names_after = names[: module.after]
             if names[0] not in source:
                 continue
-            if part == family.output and ending == "bias":
-                roles = ("output_bias",)
             shape = source[names[0]].shape
             is_turned = family.transposed != (part == family.output)
             axis = 1 if is_turned and len(shape) == 2 else 0
-            counts, counts_after = (
-                {role: kv.get(role, module.heads) for role in roles} for kv in (before, after)
-            )
+            counts = {role: module.before if role in MERGED else module.heads for role in roles}
+            if part == family.output and ending == "bias":
+                counts = {"output_bias": 1}
             width = len(names) * shape[axis] // sum(counts.values())
             rows = rows_after = _rows(counts, width, blocks.get(part, 1))
+            counts_after = counts | {role: module.after for role in roles if role in MERGED}
             if counts != counts_after:
                 rows_after = _rows(counts_after, width, 1)
             yield HeadTensor(names, axis, rows), HeadTensor(names_after, axis, rows_after)
 
 
 def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:
-    """The rows of heads of a width that lie in equal blocks, each of which holds a share of every role's heads, role after
-    role.
+    """The rows of heads of a width that lie in equal blocks, each of which holds a share of every
+    role's heads, role after role.
 
     The rows are derived as the models derive them: by reshaping a row of numbers.
     """
     shares = [count // blocks for count in counts.values()]
-    parts = (
-        torch.arange(blocks * sum(shares) * width)
-        .reshape(blocks, sum(shares), width)
-        .split(shares, 1)
-    )
+    numbers = torch.arange(blocks * sum(shares) * width)
+    parts = numbers.reshape(blocks, sum(shares), width).split(shares, 1)
     return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}

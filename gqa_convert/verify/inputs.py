@@ -1,5 +1,11 @@
-"""Reads what the user named: OUT and SOURCE. A mistake in one of them is an error, not a failed check."""
+"""Reads what the user named: OUT, OUT's record, and SOURCE. A mistake in one of them is an error,
+not a failed check.
 
+Tensors are read with the safetensors library and torch, not with the reader that the converter
+uses.
+"""
+
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -7,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -19,11 +27,76 @@ from gqa_convert.families.loading import read_config, read_object
 from gqa_convert.families.records import with_key_norm
 from gqa_convert.families.table import family_of
 from gqa_convert.runtime.paths import local_path
-from gqa_convert.verify.weights import PREFERENCE, PROVENANCE, JsonObject, Weights
 
+JsonObject = dict[str, Any]
+Tensors = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
 """Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
+
+CONFIG = "config.json"
+PROVENANCE = "gqa_conversion.json"
+INDEX = "model.safetensors.index.json"
+PREFERENCE = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The order in which transformers looks for weights."""
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+class Weights:
+    """The tensors of a checkpoint folder, mapped into memory: reading one reads the file.
+
+    Args:
+        folder: the checkpoint's folder.
+
+    Raises:
+        Exception: whatever the libraries raise for files that cannot be read; ValueError for those
+            that do not make one checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: Tensors = {}
+        """Every tensor in the files, whatever the index says."""
+        self.file_of: dict[str, str] = {}
+        """By tensor."""
+        self.metadata: dict[str, str] = {}
+        """Of all safetensors files together."""
+        self.weight_map: dict[str, str] | None = None
+        """The file of each tensor, as an index states it."""
+        self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
+        if not self.chosen:
+            raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
+        self.files = [self.chosen]
+        if self.chosen.endswith(".json"):
+            index = json.loads((folder / self.chosen).read_bytes())
+            self.weight_map = index["weight_map"]
+            self.files = sorted(set(index["weight_map"].values()))
+        for file in self.files:
+            self._add(file)
+
+    def _add(self, file: str) -> None:
+        if Path(file).name != file:
+            raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
+        try:
+            found = self._map_file(self.folder / file)
+        except Exception as problem:
+            reason = first_line(problem)
+            raise ValueError(f"{self.folder / file} cannot be read ({reason})") from None
+        twice = found.keys() & self.tensors.keys()
+        if twice:
+            raise ValueError(f"{self.folder} holds tensor {min(twice)} twice, once in {file}")
+        self.tensors |= found
+        self.file_of |= dict.fromkeys(found, file)
+
+    def _map_file(self, path: Path) -> Tensors:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as opened:
+                self.metadata |= opened.metadata() or {}
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files from before torch 1.6 cannot be memory-mapped
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -42,13 +115,9 @@ class Inputs:
     """The types that OUT must have for tensors that a rewritten SOURCE holds in a wider one."""
     family: Family
     original: Weights
-    """The tensors of SOURCE as the user named it: `source`, unless it is rewritten before it is converted."""
+    """The tensors of SOURCE as the user named it: `source`, unless that is rewritten."""
     named: Checkpoint
     """The same, opened by the converter: its config, and what the user or the record calls it."""
-
-    def result_dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor of SOURCE in OUT."""
-        return self.result_dtypes.get(name, self.source.tensors[name].dtype)
 
     @property
     def decoder_config(self) -> JsonObject:
@@ -57,18 +126,17 @@ class Inputs:
 
     @property
     def modeling(self) -> Modeling | None:
-        """The modelling file that OUT, if it has fewer heads, must come with: that of the form of layers that differ
-        which its config has, or the family's.
+        """The modelling file that OUT, if it has fewer heads, must come with: that of the form of
+        layers that differ which its config has, or the family's.
         """
-        stated = self.out_config.get("model_type")
-        return next(
-            (form for form in self.family.layerwise if form.model_type == stated),
-            self.family.modeling,
-        )
+        for form in self.family.layerwise:
+            if form.model_type == self.out_config.get("model_type"):
+                return form
+        return self.family.modeling
 
     @property
     def has_class(self) -> bool:
-        """Whether transformers has a class for the type. Some types exist only as code in checkpoints."""
+        """Whether transformers has a class for the type. Some exist only as code in checkpoints."""
         return self.family.native or self.family.modeling is not None
 
 
@@ -76,8 +144,8 @@ class Inputs:
 def read_inputs(
     out: str | Path, source: str | Path | None, revision: str | None, on_note: Callable[[str], None]
 ) -> Iterator[Inputs]:
-    """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT rewrites first is
-    rewritten in a folder beside OUT, which goes at the end of the context.
+    """Open both checkpoints. Remote checkpoints are downloaded. A SOURCE that a conversion to OUT
+    rewrites first is rewritten in a folder beside OUT, which goes at the end of the context.
 
     Args:
         out: the converted folder.
@@ -86,8 +154,8 @@ def read_inputs(
         on_note: called with sentences on what is rewritten.
 
     Raises:
-        SourceNotFoundError: `out` is no folder with a checkpoint, or `source` holds none or another one, or is not given and
-            not found.
+        SourceNotFoundError: `out` is no folder with a checkpoint, or `source` holds none or another
+            one, or is not given and not found.
         ConfigError: SOURCE's config is damaged.
         CorruptCheckpointError: SOURCE's weights cannot be opened.
         UnsupportedFamilyError: SOURCE's model type cannot be converted.
@@ -96,11 +164,11 @@ def read_inputs(
     out = local_path(out)
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
-    claims, out_config = read_object(out / PROVENANCE), read_config(out)
-    if not (out / PROVENANCE).exists() and not (
-        out_config and any((out / name).exists() for name in PREFERENCE)
-    ):
+    out_config = read_config(out)
+    has_weights = any((out / name).exists() for name in PREFERENCE)
+    if not (out / PROVENANCE).exists() and not (out_config and has_weights):
         raise SourceNotFoundError(f"{out} holds no checkpoint: name the folder that convert wrote")
+    claims = read_object(out / PROVENANCE)
     checkpoint = converted = _open_origin(out, claims.get("source"), source, revision)
     with ExitStack() as stack:
         if needs_rewriting(checkpoint.config, out_config.get("model_type")):
@@ -114,9 +182,16 @@ def read_inputs(
             original = _open_source(checkpoint)
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
-        dtypes = {name: _TORCH[dtype] for name, dtype in converted.result_dtypes.items()}
         yield Inputs(
-            out, out_config, claims, weights, converted.config, dtypes, family, original, checkpoint
+            out=out,
+            out_config=out_config,
+            claims=claims,
+            source=weights,
+            config=converted.config,
+            result_dtypes={name: _TORCH[code] for name, code in converted.result_dtypes.items()},
+            family=family,
+            original=original,
+            named=checkpoint,
         )
 
 
@@ -146,8 +221,8 @@ def _open_origin(
     known = str(stated.get("fingerprint"))
     if known.startswith(SCHEME) and known != fingerprint(checkpoint):
         raise SourceNotFoundError(
-            f"{out} was made from {stated.get('id')}, not from {source}, which has another config or other weights: name "
-            "the former with --source"
+            f"{out} was made from {stated.get('id')}, not from {source}, which has another config "
+            "or other weights: name the former with --source"
         )
     return checkpoint
 
@@ -157,5 +232,6 @@ def _open_source(checkpoint: Checkpoint) -> Weights:
         return Weights(checkpoint.local_folder)
     except Exception as problem:
         raise CorruptCheckpointError(
-            f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the source again"
+            f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the "
+            "source again"
         ) from None

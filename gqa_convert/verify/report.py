@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, first_line
-from gqa_convert.verify.weights import JsonObject
+from gqa_convert.verify.inputs import JsonObject
 
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception
@@ -40,9 +40,9 @@ class VerificationReport:
 
         Args:
             name: of the check.
-            function: returns what it looked at, alone or behind something that it hands on, or raises. On a damaged OUT
-                any library may raise anything. Only SOURCE raises CorruptCheckpointError and ConfigError, and these reach
-                the caller.
+            function: returns what it looked at, alone or behind something that it hands on, or
+                raises. On a damaged OUT any library may raise anything. Only SOURCE raises
+                CorruptCheckpointError and ConfigError, and these reach the caller.
             args: its arguments.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Runs a verification: reads the inputs, checks what is stored, then checks what the models compute."""
+"""Runs a verification: reads the inputs, checks what is stored, then what the models compute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,8 @@ def verify_checkpoint(
 
     Args:
         out: the converted folder.
-        source: the folder or the Hub id that it was made from; None for the one that its record names.
+        source: the folder or the Hub id that it was made from; None for the one that its record
+            names.
         revision: branch, tag or commit on the Hub.
         logits: also load and run both models.
         on_note: called with sentences about a SOURCE that is rewritten first.
@@ -36,7 +37,8 @@ def verify_checkpoint(
         A report. Damage to `out` of any kind is a failed check in it.
 
     Raises:
-        SourceNotFoundError: `out` or `source` is no checkpoint, or `out` was made from another source.
+        SourceNotFoundError: `out` or `source` is no checkpoint, or `out` was made from another
+            source.
         ConfigError: the config of `source` is damaged.
         CorruptCheckpointError: a tensor of `source` cannot be read.
         UnsupportedFamilyError: the model type of `source` cannot be converted.
@@ -54,14 +56,12 @@ def verify_checkpoint(
                 report.check("spans", check_spans, result)
             report.check("config", check_config, result)
             report.check("provenance", check_provenance, result)
+        # of a damaged OUT, nothing is run
         modeling = result.modeling if result else inputs.modeling
         runnable = result
-        if (
-            result
-            and modeling
-            and not report.check("modelling file", check_modelling_file, inputs, modeling)
-        ):
-            runnable = None
+        if result and modeling:
+            is_ours = report.check("modelling file", check_modelling_file, inputs, modeling)
+            runnable = result if is_ours else None
         report.check("copied files", check_copied, inputs, modeling)
         if inputs.claims:
             report.check("hashes", check_hashes, inputs, result)
@@ -71,8 +71,8 @@ def verify_checkpoint(
 
 
 def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], None]:
-    """What `convert_checkpoint` takes as `prove`: the proof of a result whose model type is on no list, before the result
-    appears.
+    """What `convert_checkpoint` takes as `prove`: the proof of a result whose model type is on no
+    list, before the result appears.
 
     Args:
         source: the folder or the Hub id of the source.
@@ -84,8 +84,8 @@ def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], 
         for check in report.checks:
             if not check.passed:
                 raise UnsupportedFamilyError(
-                    f"{source} has a model type that is on no list, and its result failed the proof ({check.name}: "
-                    f"{check.detail}): nothing is written"
+                    f"{source} has a model type that is on no list, and its result failed the "
+                    f"proof ({check.name}: {check.detail}): nothing is written"
                 )
 
     return prove

@@ -1,27 +1,31 @@
 """Compares every tensor of OUT with what SOURCE's tensors make it.
 
-Which tensors the conversion may touch follows from the geometry and the method alone, not from the converter's plan.
+Which tensors the conversion may touch follows from the heads and the method alone, not from the
+converter's plan.
 """
 
 import torch
 from torch import Tensor
 
 from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Role
-from gqa_convert.verify.inputs import Progress
+from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Module
+from gqa_convert.verify.inputs import Progress, Tensors
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, PLAIN, Result
-from gqa_convert.verify.weights import Tensors, half_units, same_bits
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a number."""
 _ROLES = ("query", "key", "value", "output")
 _EXACT = 1e-6
 """Of a head's size: what arithmetic in float32 may add to twice the rounding of the result."""
 _TRAINED = 0.9
-"""Of a head's size: how far training may move it. Good fits of small models have up to 0.55 in queries and 0.35 in keys and
-values; noise has nearly 1.
+"""Of a head's size: how far training may move it. Good fits of small models have up to 0.55 in
+queries and 0.35 in keys and values; noise has nearly 1.
 """
 _NEARER = 1.2
-"""How many times as far from its own rows as from another head's a trained head may be. Exchanged heads have 1.4 or more."""
+"""How many times as far from its own rows as from another head's a trained head may be. Exchanged
+heads have 1.4 or more.
+"""
 _MIXTURES = 16
 
 
@@ -40,25 +44,26 @@ class TensorChecks:
         self._progress = progress
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._out.values())
-        self._touched: list[tuple[HeadTensor, HeadTensor, set[Role]]] = []
-        """The tensors that hold merged heads, or heads that the method may change, and the roles that it may change."""
-        for module in result.geometry.changed:
-            foldable = result.foldable.get(module.name, set())
+        self._touched = []
+        """The tensors that hold merged heads, or heads that the method may change, and the roles of
+        these."""
+        for module in result.changed:
+            free = result.foldable.get(module.name, set())
             for before, after in module.tensors:
-                if before.rows.keys() & foldable.union(MERGED):
-                    self._touched.append((before, after, foldable))
+                if before.rows.keys() & free.union(MERGED):
+                    self._touched.append((before, after, free))
 
     def names(self) -> str:
-        """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its files SOURCE's metadata."""
-        dropped = {
-            name for before, after, _ in self._touched for name in before.names[len(after.names) :]
-        }
-        expected = self._source.keys() - dropped
+        """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its
+        files SOURCE's metadata.
+        """
+        expected = set(self._source)
+        for before, after, _ in self._touched:
+            expected.difference_update(before.names[len(after.names) :])
         found = self._out.keys()
         if expected != found:
-            raise Failure(
-                f"missing: {sorted(expected - found)[:3]}, not in SOURCE: {sorted(found - expected)[:3]}"
-            )
+            missing, added = sorted(expected - found)[:3], sorted(found - expected)[:3]
+            raise Failure(f"missing: {missing}, not in SOURCE: {added}")
         metadata = {"format": "pt"} | self._result.inputs.original.metadata
         compare_json("the metadata of the weight files", self._result.weights.metadata, metadata)
         return f"{len(expected)} tensors"
@@ -68,135 +73,135 @@ class TensorChecks:
         touched = {name for before, _, _ in self._touched for name in before.names}
         names = [name for name in self._source if name not in touched]
         for name in names:
-            theirs = self._source[name].to(self._result.inputs.result_dtype(name))
-            self._check_header(name, list(theirs.shape))
-            if not same_bits(self._out[name], theirs):
+            ours = self._checked(name, list(self._source[name].shape))
+            if not _same_bits(ours, self._source[name].to(ours.dtype)):
                 raise Failure(f"{name} has other numbers than SOURCE's")
         return f"{len(names)} tensors, bit for bit"
 
     def merged(self) -> str:
-        """Every K/V head is what the method makes of its group, as far as that can be said from the heads alone; query
-        heads and gates that the method leaves alone are SOURCE's.
+        """Every K/V head is what the method makes of its group, as far as that can be said from the
+        heads alone; query heads and gates that the method leaves alone are SOURCE's.
         """
         result = self._result
         known = (*PLAIN, FACTORED, FITTED)
-        if result.geometry.merged and result.method not in known:
+        if result.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
-        for before, after, foldable in self._touched:
+        for before, after, free in self._touched:
+            rows = sum(numbers.numel() for numbers in after.rows.values()) // len(after.names)
             for name in after.names:
                 shape = list(self._source[name].shape)
-                shape[after.axis] = sum(rows.numel() for rows in after.rows.values()) // len(
-                    after.names
-                )
-                self._check_header(name, shape)
+                shape[after.axis] = rows
+                self._checked(name, shape)
             theirs = before.read(self._source)
             for role, ours in after.read(self._out).items():
-                if role in foldable:
-                    problem = "" if ours.isfinite().all() else "NaN or Inf"
-                else:
-                    problem = (
-                        "" if self._is_merge(theirs[role], ours) else "other numbers than it must"
-                    )
-                if problem:
-                    raise Failure(f"{after.names[0]} has {problem} in a {role} head")
+                where = f"in a {role} head"
+                if role in free and not ours.isfinite().all():
+                    raise Failure(f"{after.names[0]} has NaN or Inf {where}")
+                if role not in free and not self._is_merge(theirs[role], ours):
+                    raise Failure(f"{after.names[0]} has other numbers than it must {where}")
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
         return f"{len(self._touched)} tensors, {how}"
 
-    def _check_header(self, name: str, shape: list[int]) -> None:
+    def _checked(self, name: str, shape: list[int]) -> Tensor:
+        """A tensor of OUT, which must have a shape, and SOURCE's type unless that was wider."""
         if name not in self._out:
             raise Failure(f"{name} is missing")
         tensor = self._out[name]
-        dtype = self._result.inputs.result_dtype(name)
+        dtype = self._result.inputs.result_dtypes.get(name, self._source[name].dtype)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
         if tensor.dtype != dtype or list(tensor.shape) != shape:
             raise Failure(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}"
             )
+        return tensor
 
     def _is_merge(self, theirs: Tensor, ours: Tensor) -> bool:
-        """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values are means because they
-        may not be folded, the rounded mean.
+        """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values
+        are means because they may not be folded, the rounded mean.
         """
-        repeated = theirs.repeat_interleave(max(1, len(ours) // len(theirs)), 0)
-        groups = repeated.unflatten(0, (len(ours), -1))
+        copies = max(1, len(ours) // len(theirs))
+        groups = theirs.repeat_interleave(copies, 0).unflatten(0, (len(ours), -1))
         size = groups.shape[1]
         if self._result.method == "first" or size == 1:
-            return same_bits(ours, groups[:, 0].to(ours.dtype))
+            return _same_bits(ours, groups[:, 0].to(ours.dtype))
         if self._result.folds:
             mean = groups.double().mean(1)
             # with a text, it was rounded to float32 first
-            rounding = (
-                half_units(mean, ours.dtype)
-                + (1e-7 if self._result.has_text else 1e-12) * mean.abs()
-            )
+            share = 1e-7 if self._result.has_text else 1e-12
+            rounding = _half_units(mean, ours.dtype) + share * mean.abs()
             return bool(((ours.double() - mean).abs() <= rounding).all())
+        # 16-bit heads are added in float32, wider ones in float64, head by head
         total = groups[:, 0].to(torch.float32 if ours.itemsize == 2 else torch.float64, copy=True)
-        for head in range(1, size):
-            total += groups[:, head]
-        return same_bits(ours, (total / size).to(ours.dtype))
+        for head in groups.unbind(1)[1:]:
+            total += head
+        return _same_bits(ours, (total / size).to(ours.dtype))
 
 
 def check_spans(result: Result) -> str:
-    """Heads that absorb maps are made of the heads that they must be made of, and of nothing else, and are zero only if these
-    are; K/V heads have their size.
+    """Heads that absorb maps are made of the heads that they must be made of, and of nothing else,
+    and are zero only if these are; K/V heads have their size.
 
-    A merged K/V head is a linear map of the rows of its group, with the root mean square of the group's heads. A query head,
-    and the columns of the output projection that a query head feeds, are linear maps of their own rows and columns. `fit`
-    then trains all of them: heads move away, but stay nearest to what they were made from, and columns of the output
-    projection may become anything. Where the rows of a group span the whole space, as those of all heads together may, only
-    sizes are compared. Distances are those of a few random mixtures of a head's rows.
+    A merged K/V head is a linear map of the rows of its group, with the root mean square of the
+    group's heads. A query head, and the columns of the output projection that a query head feeds,
+    are linear maps of their own rows and columns. `fit` then trains all of them: heads move away,
+    but stay nearest to what they were made from, and columns of the output projection may become
+    anything. Where the rows of a group span the whole space, as those of all heads together may,
+    only sizes are compared. Distances are those of a few random mixtures of a head's rows.
 
     Raises:
         Failure: a head is made of others, or has another size.
     """
+    worst = [_check_module(result, module) for module in result.merged]
+    return f"at most {max(worst):.2g} of a head is not made of the heads that belong to it"
+
+
+def _check_module(result: Result, module: Module) -> float:
+    """The largest share of a head of a module that is not made of what it must be made of."""
+    order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
+    before, after = zip(*module.tensors, strict=True)
+    theirs = _joined_heads(before, result.inputs.source.tensors)
+    ours = _joined_heads(after, result.weights.tensors)
+    dtype = result.weights.tensors[after[0].names[0]].dtype
     is_trained = result.method == FITTED
     share = _TRAINED if is_trained else _EXACT
     worst = 0.0
-    for module in result.geometry.merged:
-        order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
-        before, after = zip(*module.tensors, strict=True)
-        theirs = _joined_heads(before, result.inputs.source.tensors)
-        ours = _joined_heads(after, result.weights.tensors)
-        dtype = result.weights.tensors[after[0].names[0]].dtype
-        for role in sorted(result.foldable[module.name].intersection(_ROLES)):
-            heads = ours[role]
-            # source heads by the K/V head that they belong to, in the order in which these were merged
-            made_from = (
-                theirs[role]
-                .unflatten(0, (len(order), -1))[order]
-                .reshape(len(heads), -1, heads.shape[2])
+    for role in sorted(result.foldable[module.name].intersection(_ROLES)):
+        heads = ours[role]
+        # source heads by the K/V head that they belong to, in the order in which these were merged
+        by_head = theirs[role].unflatten(0, (len(order), -1))[order]
+        made_from = by_head.reshape(len(heads), -1, heads.shape[2])
+        rounding = 2 * _half_units(heads, dtype).norm(dim=(1, 2))
+        sizes, source_sizes = heads.norm(dim=(1, 2)), made_from.norm(dim=(1, 2))
+        wrong = (sizes == 0) & (source_sizes > 0)
+        if role in MERGED:
+            wanted = source_sizes * (module.after / module.before) ** 0.5
+            larger = sizes - wanted
+            wrong |= (larger if is_trained else larger.abs()) > rounding + share * wanted
+        if role != "output" or not is_trained:
+            distances = _distances(heads, made_from)
+            own = distances.diag()
+            most = torch.minimum(share * sizes, _NEARER * distances.amin(0))
+            wrong |= own > rounding + most
+            worst = max(worst, float((own / sizes.clamp(min=1e-30)).max()))
+        if wrong.any():
+            head = int(wrong.int().argmax())
+            raise Failure(
+                f"{role} head {head} of {module.name} is not made of the heads that belong to it, "
+                "or not alone"
             )
-            rounding = 2 * half_units(heads, dtype).norm(dim=(1, 2))
-            sizes, source_sizes = heads.norm(dim=(1, 2)), made_from.norm(dim=(1, 2))
-            wrong = (sizes == 0) & (source_sizes > 0)
-            if role in MERGED:
-                wanted = source_sizes * (module.after / module.before) ** 0.5
-                larger = sizes - wanted
-                wrong |= (larger if is_trained else larger.abs()) > rounding + share * wanted
-            if role != "output" or not is_trained:
-                distances = _distances(heads, made_from)
-                own = distances.diag()
-                wrong |= (own > rounding + share * sizes) | (
-                    own > rounding + _NEARER * distances.amin(0)
-                )
-                worst = max(worst, float((own / sizes.clamp(min=1e-30)).max()))
-            if wrong.any():
-                head = int(wrong.int().argmax())
-                raise Failure(
-                    f"{role} head {head} of {module.name} is not made of the heads that belong to it, or not alone"
-                )
-    return f"at most {worst:.2g} of a head is not made of the heads that belong to it"
+    return worst
 
 
 def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
-    """[n, n]: the distance of the second head [n, c, e] from the span of the rows that the first was made from, [n, rows, e]."""
+    """[n, n]: the distance of the second head [n, c, e] from the span of the rows that the first
+    was made from, [n, rows, e].
+    """
     count, rows, inputs = heads.shape
     if made_from.shape[1] >= inputs:  # they span the whole space
         return heads.new_zeros(count, count)
-    random = torch.randn(
-        count, _MIXTURES, rows, generator=torch.Generator().manual_seed(0), dtype=heads.dtype
-    )
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(count, _MIXTURES, rows, generator=generator, dtype=heads.dtype)
     mixtures = (random @ heads).flatten(0, 1)
     inside = (mixtures @ torch.linalg.qr(made_from.mT).Q).square().sum(2)
     squares = (mixtures.square().sum(1) - inside).unflatten(1, (count, -1)).mean(2)
@@ -204,18 +209,31 @@ def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
 
 
 def _joined_heads(held: tuple[HeadTensor, ...], tensors: Tensors) -> Heads:
-    """The heads of queries, keys and values with their biases, [heads, c, e], and the columns of the output projection that
-    each query head feeds, [query heads, c, outputs], in float64.
+    """The heads of queries, keys and values with their biases, [heads, c, e], and the columns of
+    the output projection that each query head feeds, [query heads, c, outputs], in float64.
 
     Args:
-        held: the tensors of a module.
+        held: the tensors of a module, weights before their biases.
         tensors: of the same checkpoint.
     """
     found: Heads = {}
-    for tensor in held:  # weights before their biases
+    for tensor in held:
         for role, heads in tensor.read(tensors).items():
             if role in found:
                 heads = torch.cat([found[role], heads.unsqueeze(-1)], -1)
             if role in _ROLES:
                 found[role] = heads.double()
     return found
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of a type have the same bytes. NaN equals itself, and -0.0 not 0.0."""
+    bits = _INTEGERS[a.itemsize]
+    return bool(torch.equal(a.view(bits), b.view(bits)))
+
+
+def _half_units(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most by which numbers change when they are rounded to a type."""
+    limits = torch.finfo(dtype)
+    exponent = torch.frexp(numbers.double().abs().clamp(min=limits.tiny)).exponent
+    return torch.exp2(exponent.double() - 1) * (limits.eps / 2)
