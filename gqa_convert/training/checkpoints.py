@@ -23,7 +23,7 @@ from gqa_convert.errors import GQAConvertError, ResumeError, first_line, is_disk
 from gqa_convert.processes import Say, by_first, rank, waiting_group
 from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.runtime.json_objects import JsonObject
-from gqa_convert.training.sharding import unwrapped
+from gqa_convert.sharding import unwrapped
 
 _UNFINISHED = ".unfinished-"
 _RECORD = "run.json"

@@ -28,12 +28,12 @@ from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.runtime.json_objects import Result
+from gqa_convert.sharding import layers, number_of_shards
 from gqa_convert.training.lora import check_lora, target_modules
 from gqa_convert.training.models import recompute, turn_dropout_off
 from gqa_convert.training.opening import sample_settings
 from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe, read_recipe
-from gqa_convert.training.sharding import layers, number_of_shards
 
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""

@@ -12,11 +12,11 @@ from gqa_convert.data.sampler import Batch
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.losses.output_layer import remove_output_layer
 from gqa_convert.processes import started, together
+from gqa_convert.sharding import load, replicate, reshard, shard
 from gqa_convert.training.lora import add_adapters, loading_options
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.optimizers import fix_towers
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.sharding import load, replicate, reshard, shard
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:

@@ -20,6 +20,7 @@ from gqa_convert.processes import Say, by_first, check_agreement, join, rank, st
 from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.publication import check_destination, sweep
 from gqa_convert.runtime.machine import machine, measurement
+from gqa_convert.sharding import number_of_shards, unwrapped
 from gqa_convert.training.checkpoints import Checkpoints, Progress, state_of
 from gqa_convert.training.export import export_model
 from gqa_convert.training.lora import check_lora, merged_model
@@ -36,7 +37,6 @@ from gqa_convert.training.opening import open_recipe
 from gqa_convert.training.optimizers import build_optimizer, learning_rate
 from gqa_convert.training.recipe import Recipe, make_recipe
 from gqa_convert.training.run_folder import RunFolder
-from gqa_convert.training.sharding import number_of_shards, unwrapped
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.trainer import Trainer
 

@@ -22,12 +22,12 @@ from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer
 from gqa_convert.processes import rank, started, summed
+from gqa_convert.sharding import reshard, unwrapped
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.metrics import StepMetrics
 from gqa_convert.training.models import on_device, teacher_logits
 from gqa_convert.training.optimizers import learning_rate
 from gqa_convert.training.recipe import Recipe
-from gqa_convert.training.sharding import reshard, unwrapped
 
 
 @dataclass

@@ -74,7 +74,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    from gqa_convert.training import sharding
+    from gqa_convert import sharding
     from gqa_convert.training.checkpoints import Progress, state_of
     from gqa_convert.training.lora import merged_model
     from gqa_convert.training.models import load_student, place
@@ -120,7 +120,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
 def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from gqa_convert.training import sharding
+    from gqa_convert import sharding
     from gqa_convert.training.checkpoints import Progress
     from gqa_convert.training.lora import add_adapters
     from gqa_convert.training.models import recompute

@@ -68,8 +68,8 @@ def load_all(record: str, *folders: str) -> None:
     """On every process: each model in the type it is stored in and in float32, compared with what transformers
     reads.
     """
+    from gqa_convert import sharding
     from gqa_convert.processes import join, taking_part
-    from gqa_convert.training import sharding
 
     def refused(*_: Any) -> Any:
         raise AssertionError("another process than the first reads weights")

@@ -19,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
 from gqa_convert.processes import by_first, check_agreement, is_set, rank, started
-from gqa_convert.training.recipe import Sharding
 
 
-def number_of_shards(sharding: Sharding, processes: int) -> int:
+def number_of_shards(sharding: str, processes: int) -> int:
     """Over how many processes each parameter is sharded; 1 if every process holds whole parameters.
 
     Args:
