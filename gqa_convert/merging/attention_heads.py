@@ -5,16 +5,18 @@ keys, w head_dim of values, D hidden size of the layer's output, e inputs of a p
 of a constant input 1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from gqa_convert.checkpoint.dtypes import rounded
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.families import layouts
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.merging.factorisation import Array
+from gqa_convert.merging.factorisation import Array, on_device
 
 Tensors = dict[str, Array]
 """Tensors by their names in the files."""
@@ -41,6 +43,13 @@ class Heads:
     @property
     def groups(self) -> int:
         return len(self.keys)
+
+    def each(self, change: Callable[[Array], Array]) -> "Heads":
+        """The heads with every array changed, for instance moved to a device."""
+        arrays = {name: getattr(self, name) for name in ("queries", "keys", "values", "outputs")}
+        changed = {name: change(array) for name, array in arrays.items()}
+        bias = None if self.output_bias is None else change(self.output_bias)
+        return Heads(**changed, output_bias=bias)
 
 
 class LayerLayout:
@@ -101,7 +110,7 @@ class LayerLayout:
         return Heads(queries, rows["key"], rows["value"], outputs, output_bias)
 
     def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
-        """The layer's tensors in the result, in the types of those given.
+        """The layer's tensors in the result, in the types of those given, as arrays of the heads' library.
 
         Args:
             merged: with `groups` K/V heads, or with fewer, each of which is then repeated.
@@ -109,6 +118,7 @@ class LayerLayout:
                 key norms, which are averaged over each group.
             groups: N.
         """
+        xp = array_namespace(merged.keys)
         rows = {
             "query": merged.queries.reshape(-1, *merged.queries.shape[2:]),
             "key": regroup_heads(merged.keys, groups),
@@ -117,21 +127,22 @@ class LayerLayout:
         result = self.merge_gains(tensors, groups)
         for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
+            dtype = getattr(xp, before.dtype.name)
             without_bias: Any = slice(-1) if before.ndim == 2 else -1
             heads = []
             for section in sections:
                 if section.role == "gate":
-                    heads.append(layouts.split(before, sections)[1])
+                    heads.append(on_device(layouts.split(before, sections)[1], merged.keys))
                 else:
-                    heads.append(rows[section.role][..., without_bias].astype(before.dtype))
-            result[name] = rows_first(
-                layouts.join(heads, layouts.regrouped(sections, groups)), self.transposed
-            )
+                    heads.append(xp.astype(rows[section.role][..., without_bias], dtype))
+            joined = layouts.join(heads, layouts.regrouped(sections, groups))
+            result[name] = rows_first(joined, self.transposed)
         weight, bias = self.output_names
-        columns = merged.outputs.swapaxes(2, 3).astype(tensors[weight].dtype)
-        result[weight] = rows_first(columns.reshape(-1, columns.shape[-1]), not self.transposed)
+        columns = xp.astype(merged.outputs.swapaxes(2, 3), getattr(xp, tensors[weight].dtype.name))
+        columns = columns.reshape(-1, columns.shape[-1])
+        result[weight] = rows_first(columns, not self.transposed)
         if merged.output_bias is not None:
-            result[bias] = merged.output_bias.astype(tensors[bias].dtype)
+            result[bias] = xp.astype(merged.output_bias, getattr(xp, tensors[bias].dtype.name))
         return result
 
     def in_result_types(self, tensors: Tensors) -> Tensors:
@@ -172,5 +183,5 @@ def rows_first(weight: Array, transposed: bool) -> Array:
 def regroup_heads(heads: Array, groups: int) -> Array:
     """[groups, ...]: means of contiguous heads, or each head as often as the others where there are not enough."""
     if groups >= len(heads):
-        return heads.repeat(groups // len(heads), axis=0)
-    return np.asarray(heads.reshape(groups, -1, *heads.shape[1:]).mean(1))
+        return array_namespace(heads).repeat(heads, groups // len(heads), axis=0)
+    return heads.reshape(groups, -1, *heads.shape[1:]).mean(1)

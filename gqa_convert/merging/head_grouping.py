@@ -6,14 +6,23 @@ heads in each group: the loss of merging that pair alone. Similarity of the weig
 shape legend is that of `factorisation`.
 """
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, regroup_heads
-from gqa_convert.merging.factorisation import Array, Channels, adjoint, gram, times, weigh
+from gqa_convert.merging.factorisation import (
+    Array,
+    Channels,
+    adjoint,
+    as_numpy,
+    gram,
+    on_device,
+    times,
+    weigh,
+)
 from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
 _KEPT = 32
@@ -54,12 +63,13 @@ def reorder_heads(heads: Heads, order: Array) -> Heads:
         heads: of a layer without an order constraint.
         order: [h], numbers of its K/V heads.
     """
+    at = on_device(order, heads.keys)
     return replace(
         heads,
-        queries=heads.queries[order],
-        keys=heads.keys[order],
-        values=heads.values[order],
-        outputs=heads.outputs[order],
+        queries=heads.queries[at],
+        keys=heads.keys[at],
+        values=heads.values[at],
+        outputs=heads.outputs[at],
     )
 
 
@@ -70,21 +80,30 @@ def pair_losses(channels: Channels) -> tuple[Array, float]:
         Losses [h, h], symmetric, zero on the diagonal, summed over the axes in front of h; and the power of all heads in
         the same unit.
     """
+    xp = array_namespace(channels.rows)
     *others, heads, rows, inputs = channels.rows.shape
     kept = min(rows, _KEPT)
+    # each head in its own leading directions
     _, weighted = weigh(channels, groups=heads)
     seen = times(weighted, channels.covariance)
     own = seen @ adjoint(weighted)
-    leading = adjoint(np.linalg.eigh(own)[1][..., -kept:])
-    stacked = (leading @ weighted).reshape(*others, heads * kept, inputs)
-    products = (leading @ seen).reshape(*others, heads * kept, inputs) @ adjoint(stacked)
+    leading = adjoint(xp.linalg.eigh(own)[1][..., -kept:])
+    stacked = xp.reshape(leading @ weighted, (*others, heads * kept, inputs))
+    products = xp.reshape(leading @ seen, (*others, heads * kept, inputs)) @ adjoint(stacked)
+    # the eigenvalues that a pair would drop, for all pairs
     losses = np.zeros((heads, heads))
     numbers = np.arange(heads * kept).reshape(heads, kept)
-    for one, other in itertools.combinations(range(heads), 2):
-        pair = np.concatenate([numbers[one], numbers[other]])
-        dropped = np.linalg.eigvalsh(products[..., pair[:, None], pair])[..., :kept].sum()
-        losses[one, other] = losses[other, one] = max(dropped, 0.0)
-    return losses, float(np.trace(own, axis1=-2, axis2=-1).real.sum())
+    for one in range(heads - 1):
+        behind = numbers[one + 1 :]
+        first = np.broadcast_to(numbers[one], behind.shape)
+        pairs = on_device(np.concatenate([first, behind], axis=1), products)
+        of_pairs = products[..., pairs[:, :, None], pairs[:, None]]
+        dropped = xp.linalg.eigvalsh(of_pairs)[..., :kept]
+        by_pair = xp.sum(dropped, axis=(*range(len(others)), -1))
+        lost = np.maximum(as_numpy(by_pair), 0.0)
+        losses[one, one + 1 :] = losses[one + 1 :, one] = lost
+    power = xp.sum(xp.real(xp.linalg.diagonal(own)))
+    return losses, float(power)
 
 
 def group_heads(losses: Array, groups: int) -> Array:

@@ -7,10 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads, regroup_heads
-from gqa_convert.merging.factorisation import Array, Channels, adjoint, factor, gram, root
+from gqa_convert.merging.factorisation import (
+    Array,
+    Channels,
+    adjoint,
+    factor,
+    gram,
+    on_device,
+    root,
+)
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,15 @@ def merge_layer(
         return heads
     keys, queries = regroup_heads(heads.keys, groups), heads.queries
     if not limits.key_constraint:
-        queries = np.empty_like(queries)
+        xp = array_namespace(keys)
         still, pairs = limits.divide_rows(keys.shape[1], first_low)
         still_channels, turning_channels = key_channels(heads, limits, moments, first_low)
-        keys[:, still], queries[:, :, still] = factor(still_channels, groups)
+        still_keys, still_queries = factor(still_channels, groups)
         turning_keys, turning_queries = factor(turning_channels, groups)
-        keys[:, pairs.reshape(-1)] = _by_row(turning_keys)
-        queries[:, :, pairs.reshape(-1)] = _by_row(turning_queries)
+        # both kinds of rows go back to where they were in a head
+        order = on_device(np.argsort(np.concatenate([still, pairs.reshape(-1)])), keys)
+        keys = xp.concat([still_keys, _by_row(turning_keys)], axis=-2)[:, order]
+        queries = xp.concat([still_queries, _by_row(turning_queries)], axis=-2)[:, :, order]
     values, outputs = regroup_heads(heads.values, groups), heads.outputs
     if not limits.value_constraint:
         values, columns = factor(value_channels(heads, moments), groups)
@@ -92,11 +103,11 @@ def key_channels(
         first_low: as `merge_layer` takes it.
     """
     still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
-    still.sort()  # only what is merged has an order of strength
+    still = on_device(np.sort(still), heads.keys)  # only what is merged has an order of strength
     covariance = moments.keys
     if covariance is not None and pairs.size == limits.pairs.size:  # no row has positions
         total = covariance[:, -1:]
-        covariance = covariance - total @ total.T / total[-1]
+        covariance = covariance - total * total[:, 0] / total[-1]
     return (
         Channels(heads.keys[:, still], heads.queries[:, :, still], covariance, moments.queries),
         Channels(
@@ -110,15 +121,16 @@ def key_channels(
 
 def _by_pair(rows: Array, pairs: Array) -> Array:
     """[f, ..., 1, e], complex, of [..., c, e]."""
-    real, imaginary = pairs
-    turning = rows[..., real, None, :] + 1j * rows[..., imaginary, None, :]
-    return np.moveaxis(turning, -3, 0)
+    xp = array_namespace(rows)
+    real, imaginary = (xp.take(rows, on_device(part, rows), axis=-2) for part in pairs)
+    return xp.moveaxis(real + 1j * imaginary, -2, 0)[..., None, :]
 
 
 def _by_row(turning: Array) -> Array:
     """The reverse, [..., 2 f, e]: first the real parts, then the imaginary ones."""
-    turning = np.moveaxis(turning[..., 0, :], 0, -2)
-    return np.concatenate([turning.real, turning.imag], axis=-2)
+    xp = array_namespace(turning)
+    turning = xp.moveaxis(turning[..., 0, :], 0, -2)
+    return xp.concat([xp.real(turning), xp.imag(turning)], axis=-2)
 
 
 def key_trials(
@@ -140,26 +152,31 @@ def key_trials(
         A function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in float32, and the
         source's values.
     """
-    rows = heads.keys.reshape(groups, -1, heads.keys.shape[-1])
-    key_root = root(gram(rows, moments.keys))
-    query_root = root(gram(heads.queries, moments.queries).sum(1))
-    key_inverse, query_inverse = np.linalg.inv(key_root), np.linalg.inv(query_root)
+    xp = array_namespace(heads.keys)
+
+    def single(array: Array) -> Array:
+        return xp.astype(array, xp.float32)
+
+    rows = xp.reshape(heads.keys, (groups, -1, heads.keys.shape[-1]))
+    key_root, key_inverse = root(gram(rows, moments.keys))
+    of_queries = xp.sum(gram(heads.queries, moments.queries), axis=1)
+    query_root, query_inverse = root(of_queries)
     small = replace(
         heads,
-        keys=key_root.astype(np.float32).reshape(*heads.keys.shape[:2], -1),
-        queries=query_root.astype(np.float32)[:, None],
+        keys=xp.reshape(single(key_root), (*heads.keys.shape[:2], -1)),
+        queries=single(query_root)[:, None],
     )
-    own_rows, own_queries = rows.astype(np.float32), heads.queries.astype(np.float32)
+    own_rows, own_queries = single(rows), single(heads.queries)
     keys_alone = replace(limits, value_constraint="values are not looked at")
 
     def trial(first_low: int) -> Heads:
         merged = merge_layer(small, groups, keys_alone, Moments(), first_low)
-        key_maps: Array = merged.keys @ key_inverse
-        query_maps: Array = merged.queries @ query_inverse[:, None]
+        key_maps = xp.astype(merged.keys, key_inverse.dtype) @ key_inverse
+        query_maps = xp.astype(merged.queries, query_inverse.dtype) @ query_inverse[:, None]
         return replace(
             heads,
-            keys=key_maps.astype(np.float32) @ own_rows,
-            queries=query_maps.astype(np.float32) @ own_queries,
+            keys=single(key_maps) @ own_rows,
+            queries=single(query_maps) @ own_queries,
         )
 
     return trial

@@ -91,7 +91,8 @@ class MergedAttention:
         }
 
     def _on_device(self, array: Array) -> Tensor:
-        return torch.from_numpy(array.astype(np.float32)).to(self._device)
+        tensor = array if isinstance(array, Tensor) else torch.from_numpy(array.astype(np.float32))
+        return tensor.to(self._device, torch.float32)
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -21,8 +21,9 @@ from gqa_convert.conversion.layers.merged_attention import MergedAttention, chec
 from gqa_convert.conversion.layers.model_loading import Precision
 from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
 from gqa_convert.conversion.layers.source_layers import SourceLayer
-from gqa_convert.conversion.layers.statistics import Regression, best_strength, moments_of
+from gqa_convert.conversion.layers.statistics import Regression, best_strength, heads_on, moments_of
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
+from gqa_convert.merging.factorisation import as_numpy
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer
 from gqa_convert.merging.methods import MergeMethod
@@ -108,7 +109,7 @@ class OneLayer:
         limits, groups = self._layer.limits, self._groups
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
-        source = self._layout.split_heads(self._layer.tensors)
+        source = heads_on(self._layer, self._attention.calls[0].hidden.device)
         keys, values = regroup_heads(source.keys, groups), regroup_heads(source.values, groups)
         self._install(replace(source, keys=keys, values=values))
         error_of_mean = self._error(self._module.tensors)
@@ -117,9 +118,11 @@ class OneLayer:
         source = reorder_heads(source, order)
         self._tell("low-frequency pairs")
         first_low = self._first_low_frequency(source, moments)
-        found = self._install(
-            by_first(partial(merge_layer, source, groups, limits, moments, first_low))
-        )
+
+        def merged() -> Heads:
+            return merge_layer(source, groups, limits, moments, first_low).each(as_numpy)
+
+        found = self._install(by_first(merged))
         weights = self._module.tensors
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))

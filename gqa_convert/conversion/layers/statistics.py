@@ -6,11 +6,12 @@ The products of a batch are made in float32, and summed over batches in float64.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gqa_convert.conversion.layers.attention_calls import AttentionCall
+from gqa_convert.conversion.layers.source_layers import SourceLayer
+from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
 from gqa_convert.processes import gathered, total
@@ -48,10 +49,11 @@ def damped_moment(states: Iterable[Tensor]) -> Array:
         rows = rows_of(tensor, constant=True)
         own += product(rows, rows)
     summed = total(own)
-    found = (summed / summed[-1, -1]).cpu().numpy()
-    mean = float(np.mean(np.diag(found)[:-1]))
-    found[np.diag_indices(len(found) - 1)] += DAMPING * mean if mean > 0 else 1.0
-    return np.asarray(found)
+    moment: Tensor = summed / summed[-1, -1]
+    diagonal = moment.diagonal()[:-1]
+    mean = float(diagonal.mean())
+    diagonal += DAMPING * mean if mean > 0 else 1.0
+    return merging_array(moment)
 
 
 def moments_of(calls: Sequence[AttentionCall]) -> Moments:
@@ -60,6 +62,19 @@ def moments_of(calls: Sequence[AttentionCall]) -> Moments:
     if all(gathered(all(call.states is call.hidden for call in calls))):
         return Moments(queries, queries)
     return Moments(queries, damped_moment(call.states for call in calls))
+
+
+def heads_on(layer: SourceLayer, device: torch.device) -> Heads:
+    """The heads of a layer of the source, in float64, in arrays as those of `moments_of`."""
+    heads = layer.layout.split_heads(layer.tensors)
+    return heads.each(lambda array: merging_array(torch.from_numpy(array).to(device)))
+
+
+def merging_array(tensor: Tensor) -> Array:
+    """A tensor as heads are merged in: one of a GPU stays there; on a CPU numpy's eigenproblems are as fast,
+    and are those of a merge without torch.
+    """
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 class Regression:

@@ -32,7 +32,7 @@ from gqa_convert.conversion.layers.model_loading import (
 )
 from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions, OneLayer
 from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
-from gqa_convert.conversion.layers.statistics import moments_of
+from gqa_convert.conversion.layers.statistics import heads_on, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import holds_halves
@@ -148,7 +148,7 @@ def merge_by_closed_form(
 ) -> Installations:
     """Merge as method `factor` does; see `Merging`."""
     moments = moments_of(attention.calls)
-    heads = layer.layout.split_heads(layer.tensors)
+    heads = heads_on(layer, attention.calls[0].hidden.device)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
     for groups in candidates:
         merged = merge_layer(heads, groups, layer.limits, moments)
