@@ -105,12 +105,12 @@ def regrouped(sections: Sections, groups: int) -> Sections:
     return _in_order(heads)
 
 
-def split(array: "npt.NDArray[Any]", sections: Sections) -> "list[npt.NDArray[Any]]":
+def split(array: Any, sections: Sections) -> list[Any]:
     """Each section's heads, [heads, head_rows, ...], from an array [rows, ...]."""
     return [array[row_numbers(section)] for section in sections]
 
 
-def join(heads: "list[npt.NDArray[Any]]", sections: Sections) -> "npt.NDArray[Any]":
+def join(heads: Sequence[Any], sections: Sections) -> Any:
     """The inverse of `split`, for arrays of any library."""
     import numpy as np
     from array_api_compat import array_namespace, device

@@ -1,4 +1,6 @@
-"""Which maps between the heads of an attention layer its projections can absorb, from tensor headers and the config."""
+"""Which maps between the heads of an attention layer its projections can absorb, from tensor
+headers and the config.
+"""
 
 from dataclasses import dataclass
 
@@ -21,11 +23,13 @@ class AbsorptionLimits:
     """What the projections of a layer can absorb, and why not more.
 
     Attributes:
-        pairs: [2, f]: the rows of a key head that are real and imaginary parts of its rotary pairs, in order of
-            frequency. Only a complex number per pair can be absorbed, and any matrix for the other rows.
+        pairs: [2, f]: the rows of a key head that are real and imaginary parts of its rotary pairs,
+            in order of frequency. Only a complex number per pair can be absorbed, and any matrix
+            for the other rows.
         key_constraint: why the query projection can't absorb maps of the keys; None if it can.
         value_constraint: why the output projection can't absorb maps of the values; None if it can.
-        order_constraint: why K/V heads, with the query heads that read them, can't be reordered; None if they can.
+        order_constraint: why K/V heads, with the query heads that read them, can't be reordered;
+            None if they can.
     """
 
     pairs: Array
@@ -34,13 +38,13 @@ class AbsorptionLimits:
     order_constraint: str | None = None
 
     def divide_rows(self, head_dim: int, first_low: int | None) -> tuple[Array, Array]:
-        """The rows of a key head of `head_dim` rows that merge as rows without positions, [n], the strongest direction
-        first; and the pairs that do not, [2, f].
+        """The rows of a key head of `head_dim` rows that merge as rows without positions, [n], the
+        strongest direction first; and the pairs that do not, [2, f].
 
         Args:
             head_dim: rows of the head.
-            first_low: pairs from this index on count as rows without positions, the lowest frequency first; None for
-                none.
+            first_low: pairs from this index on count as rows without positions, the lowest
+                frequency first; None for none.
         """
         turning = self.pairs[:, :first_low]
         low = self.pairs[:, turning.shape[1] :]
@@ -64,7 +68,8 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
         layer.attention_kind != "decoder"
     ):  # no family has rotary positions in an encoder or in cross-attention
         pairs = pairs[:, :0]
-    gains = f"{layer.module}.{family.key_norm_name}."  # they tell, because configs often leave out defaults
+    # they tell, because configs often leave out defaults
+    gains = f"{layer.module}.{family.key_norm_name}."
     is_normed = any(name.startswith(gains) for name in finder.entries)
     if family.gainless_key_norm is not None:
         is_normed = config.get(*family.gainless_key_norm)
@@ -79,7 +84,9 @@ def find_absorption_limits(finder: AttentionFinder, layer: AttentionLayer) -> Ab
 
 
 def _order_constraint(finder: AttentionFinder, layer: AttentionLayer) -> str | None:
-    """Why heads can't be reordered; an unknown tensor in the attention module counts as a reason."""
+    """Why heads can't be reordered; an unknown tensor in the attention module counts as a
+    reason.
+    """
     family = finder.family
     for attention_kind, reason in family.order_constraints:
         if attention_kind == layer.attention_kind:

@@ -1,8 +1,9 @@
-"""One attention layer split into heads, whatever the family's layout, and merged into tensors again.
+"""One attention layer split into heads, whatever the family's layout, and merged into tensors
+again.
 
-Shape legend: K source K/V heads, N K/V heads of the result, r query heads that read each source head, c head_dim of
-keys, w head_dim of values, D hidden size of the layer's output, e inputs of a projection plus one: a bias is the weight
-of a constant input 1.
+Shape legend: K source K/V heads, N K/V heads of the result, r query heads that read each source
+head, c head_dim of keys, w head_dim of values, D hidden size of the layer's output, e inputs of a
+projection plus one: a bias is the weight of a constant input 1.
 """
 
 from collections.abc import Callable
@@ -74,8 +75,9 @@ class LayerLayout:
         self.output_names = f"{output}.weight", f"{output}.bias"
         self.projections: dict[str, layouts.Sections] = {}
         self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
-        """Of each norm that counts heads: the names of its gains, one for all heads or one for each, and the rows of a
-        head."""
+        """Of each norm that counts heads: the names of its gains, one for all heads or one for
+        each, and the rows of a head.
+        """
         for name, sections in finder.sections(layer):
             if sections[0].role == "key_norm":
                 self._norms.append(([name], sections[0].head_rows))
@@ -110,12 +112,13 @@ class LayerLayout:
         return Heads(queries, rows["key"], rows["value"], outputs, output_bias)
 
     def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
-        """The layer's tensors in the result, in the types of those given, as arrays of the heads' library.
+        """The layer's tensors in the result, in the types of those given, as arrays of the heads'
+        library.
 
         Args:
             merged: with `groups` K/V heads, or with fewer, each of which is then repeated.
-            tensors: the source's, or those of a result. A gate beside the queries is taken from them, and the gains of
-                key norms, which are averaged over each group.
+            tensors: the source's, or those of a result. A gate beside the queries is taken from
+                them, and the gains of key norms, which are averaged over each group.
             groups: N.
         """
         xp = array_namespace(merged.keys)
@@ -155,13 +158,16 @@ class LayerLayout:
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise NonFiniteError(
-                    f"merging gives NaN or Inf in tensor {name}: check the source's weights, or try --method mean"
+                    f"merging gives NaN or Inf in tensor {name}: check the source's weights, "
+                    "or try --method mean"
                 )
             result[name] = rounded(array, name, self.dtypes[name])
         return result
 
     def merge_gains(self, tensors: Tensors, groups: int) -> Tensors:
-        """The gains of norms that count heads: averaged over each of `groups` groups, or repeated for as many heads."""
+        """The gains of norms that count heads: averaged over each of `groups` groups, or repeated
+        for as many heads.
+        """
         result: Tensors = {}
         for names, head_rows in self._norms:
             gains = np.concatenate([tensors[name] for name in names if name in tensors])
@@ -176,12 +182,16 @@ class LayerLayout:
 
 
 def rows_first(weight: Array, transposed: bool) -> Array:
-    """A weight with its rows first, as nn.Linear stores it, or the reverse: Conv1D's are transposed, biases never."""
+    """A weight with its rows first, as nn.Linear stores it, or the reverse: Conv1D's are
+    transposed, biases never.
+    """
     return weight.T if transposed and weight.ndim == 2 else weight
 
 
 def regroup_heads(heads: Array, groups: int) -> Array:
-    """[groups, ...]: means of contiguous heads, or each head as often as the others where there are not enough."""
+    """[groups, ...]: means of contiguous heads, or each head as often as the others where there are
+    not enough.
+    """
     if groups >= len(heads):
         return array_namespace(heads).repeat(heads, groups // len(heads), axis=0)
     return heads.reshape(groups, -1, *heads.shape[1:]).mean(1)

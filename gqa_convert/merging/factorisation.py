@@ -1,15 +1,16 @@
-"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that its
-readers absorb.
+"""Merging K/V heads by joint factorisation: one shared head, and a map for each source head that
+its readers absorb.
 
 A head's rows are read by rows of another projection: keys by queries, values by the columns of the
-output projection. A shared head V and readers M_h^T R take the place of heads V_h and their readers R.
-Heads that differ by a linear map merge without loss. Under rotary positions only maps that commute with
-the rotation can be absorbed: multiplication by one complex number per frequency, so that each frequency
-is a factorisation of its own, of heads with one complex row.
+output projection. A shared head V and readers M_h^T R take the place of heads V_h and their readers
+R. Heads that differ by a linear map merge without loss. Under rotary positions only maps that
+commute with the rotation can be absorbed: multiplication by one complex number per frequency, so
+that each frequency is a factorisation of its own, of heads with one complex row.
 
-Shape legend: h K/V heads, r readers of each, c rows of a head, d and e inputs of rows and of readers, N
-groups. A covariance is E[x x^T] of inputs, and None stands for the identity. Everything is float64, in
-arrays of numpy or, on the device where a model runs, of torch: both speak the array API.
+Shape legend: h K/V heads, r readers of each, c rows of a head, d and e inputs of rows and of
+readers, N groups. A covariance is E[x x^T] of inputs, and None stands for the identity. Everything
+is float64, in arrays of numpy or, on the device where a model runs, of torch: both speak the array
+API.
 """
 
 import math
@@ -26,13 +27,15 @@ Array = Any
 _TINY = 1e-37
 """Added to sizes, so that heads of zeros have some."""
 _LEAST = 1e-12
-"""The least eigenvalue, relative to the largest: nothing may be divided by the weight of an unread direction."""
+"""The least eigenvalue, relative to the largest: nothing may be divided by the weight of an unread
+direction.
+"""
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Rows of K/V heads that one map per head may mix, and the rows that read them. Axes in front of h
-    are independent of one another.
+    """Rows of K/V heads that one map per head may mix, and the rows that read them. Axes in front
+    of h are independent of one another.
 
     Attributes:
         rows: [..., h, c, d].
@@ -50,19 +53,19 @@ class Channels:
 
 
 def factor(channels: Channels, groups: int) -> tuple[Array, Array]:
-    """Replace contiguous heads by the shared heads that lose least: the truncated decomposition of the
-    weighted, stacked heads of each group.
+    """Replace contiguous heads by the shared heads that lose least: the truncated decomposition of
+    the weighted, stacked heads of each group.
 
-    It minimises the sum over heads of E|L_h (V_h - M_h V) x|^2, where L_h^T L_h is the head's weight: the
-    difference that the readers see.
+    It minimises the sum over heads of E|L_h (V_h - M_h V) x|^2, where L_h^T L_h is the head's
+    weight: the difference that the readers see.
 
     Args:
         channels: of the source.
         groups: N, a divisor of h.
 
     Returns:
-        The shared heads [..., N, c, d], with the root mean square of their source heads, each with its
-        strongest row first; and the readers [..., h, r, c, e] that have absorbed the maps.
+        The shared heads [..., N, c, d], with the root mean square of their source heads, each with
+        its strongest row first; and the readers [..., h, r, c, e] that have absorbed the maps.
     """
     xp = array_namespace(channels.rows)
     *others, heads, rows, _ = channels.rows.shape
@@ -108,7 +111,9 @@ def gram(rows: Array, covariance: Array | None) -> Array:
 
 
 def times(rows: Array, matrix: Array | None) -> Array:
-    """Rows [..., d], perhaps complex, times a real matrix [d, d]; without one, the rows themselves."""
+    """Rows [..., d], perhaps complex, times a real matrix [d, d]; without one, the rows
+    themselves.
+    """
     if matrix is None:
         return rows
     xp = array_namespace(rows)
@@ -125,8 +130,8 @@ def adjoint(matrix: Array) -> Array:
 
 
 def root(matrix: Array) -> tuple[Array, Array]:
-    """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is below a
-    small bound, and its inverse.
+    """The symmetric positive root of symmetric matrices [..., c, c], in which no eigenvalue is
+    below a small bound, and its inverse.
     """
     xp = array_namespace(matrix)
     values, vectors = xp.linalg.eigh(matrix)

@@ -1,9 +1,10 @@
 """Which K/V heads form a group: those whose joint factorisation loses least.
 
-A permutation of whole heads (rows of queries, keys and values with the columns of the output projection) does not
-change a model's function, so that any heads may become neighbours. The score of a partition is a sum over the pairs of
-heads in each group: the loss of merging that pair alone. Similarity of the weights themselves does not predict it. The
-shape legend is that of `factorisation`.
+A permutation of whole heads (rows of queries, keys and values with the columns of the output
+projection) does not change a model's function, so that any heads may become neighbours. The score
+of a partition is a sum over the pairs of heads in each group: the loss of merging that pair alone.
+Similarity of the weights themselves does not predict it. The shape legend is that of
+`factorisation`.
 """
 
 from dataclasses import replace
@@ -26,23 +27,27 @@ from gqa_convert.merging.factorisation import (
 from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
 
 _KEPT = 32
-"""Number of leading directions of a head that are compared: with all, a fit at Llama-2-7B's width takes a fifth longer."""
+"""Number of leading directions of a head that are compared: with all, a fit at Llama-2-7B's width
+takes a fifth longer.
+"""
 _LEAST = 1e-9
 """The least gain that counts, as a share of the sum of all losses: a smaller one is rounding."""
 
 
 def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Array:
-    """An order of whole K/V heads, with the query heads that read them, in which neighbours merge with little loss.
+    """An order of whole K/V heads, with the query heads that read them, in which neighbours merge
+    with little loss.
 
     Args:
         heads: of the source.
         groups: K/V heads of the result, a divisor of the source's.
-        limits: heads keep their order if one of them holds, because what can't be absorbed is averaged.
+        limits: heads keep their order if one of them holds, because what can't be absorbed is
+            averaged.
         moments: of the inputs.
 
     Returns:
-        Numbers of the source's K/V heads, [h]: group after group, in the source's order where another one gains
-        nothing.
+        Numbers of the source's K/V heads, [h]: group after group, in the source's order where
+        another one gains nothing.
     """
     is_limited = limits.order_constraint or limits.key_constraint or limits.value_constraint
     if is_limited or groups == 1 or groups >= heads.groups:
@@ -77,8 +82,8 @@ def pair_losses(channels: Channels) -> tuple[Array, float]:
     """The loss of the joint factorisation of each pair of heads.
 
     Returns:
-        Losses [h, h], symmetric, zero on the diagonal, summed over the axes in front of h; and the power of all heads in
-        the same unit.
+        Losses [h, h], symmetric, zero on the diagonal, summed over the axes in front of h; and the
+        power of all heads in the same unit.
     """
     xp = array_namespace(channels.rows)
     *others, heads, rows, inputs = channels.rows.shape
@@ -107,8 +112,9 @@ def pair_losses(channels: Channels) -> tuple[Array, float]:
 
 
 def group_heads(losses: Array, groups: int) -> Array:
-    """Divide heads into groups of equal size with little loss within them: swaps of two heads until none helps, from the
-    source's own neighbours, so that the result is never worse than they are, and from groups that grow greedily.
+    """Divide heads into groups of equal size with little loss within them: swaps of two heads until
+    none helps, from the source's own neighbours, so that the result is never worse than they are,
+    and from groups that grow greedily.
 
     Args:
         losses: [h, h], symmetric: the loss of having two heads in one group.
@@ -129,8 +135,8 @@ def group_heads(losses: Array, groups: int) -> Array:
 
 
 def _grow_groups(losses: Array, groups: int) -> Array:
-    """Labels [h] of groups that grow one after another: each starts with the remaining head that fits the others worst,
-    and takes the head that fits best until it is full.
+    """Labels [h] of groups that grow one after another: each starts with the remaining head that
+    fits the others worst, and takes the head that fits best until it is full.
     """
     labels = np.full(len(losses), groups)
     for label in range(groups):
@@ -169,9 +175,9 @@ def reconstruction_errors(
 ) -> tuple[float, float]:
     """The relative errors of the scores and of the output that the values produce.
 
-    Scores are compared over all distances: under rotary positions, frequency by frequency. Inputs of queries and of
-    keys count as independent. In rows without rotary positions, what all keys have in common is left out, because it has no
-    effect after the softmax.
+    Scores are compared over all distances: under rotary positions, frequency by frequency. Inputs
+    of queries and of keys count as independent. In rows without rotary positions, what all keys
+    have in common is left out, because it has no effect after the softmax.
 
     Args:
         source: [K] K/V heads.
@@ -201,7 +207,9 @@ def reconstruction_errors(
 
 
 def _squares(before: Channels, after: Channels) -> Array:
-    """[2]: the squares of before - after, and of before, where each is the sum of products of readers with their rows."""
+    """[2]: the squares of before - after, and of before, where each is the sum of products of
+    readers with their rows.
+    """
     readers = np.concatenate([before.readers, -after.readers], axis=-2)
     rows = np.concatenate([before.rows, after.rows], axis=-2)
     of_readers = gram(readers, before.reader_covariance).sum(-3)

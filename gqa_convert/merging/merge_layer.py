@@ -1,4 +1,5 @@
-"""Merges the heads of one attention layer by factorisation; the query and output projections absorb the maps.
+"""Merges the heads of one attention layer by factorisation; the query and output projections absorb
+the maps.
 
 The shape legend is that of `attention_heads`.
 """
@@ -24,12 +25,13 @@ from gqa_convert.merging.factorisation import (
 
 @dataclass(frozen=True)
 class Moments:
-    """E[x x^T] over calibration text, damped, of a layer's inputs together with the constant 1 that stands for a bias. None
-    stands for the identity: without text every direction counts alike.
+    """E[x x^T] over calibration text, damped, of a layer's inputs together with the constant 1 that
+    stands for a bias. None stands for the identity: without text every direction counts alike.
 
     Attributes:
         queries: [e, e], of the query projection's inputs.
-        keys: [e, e], of the inputs of the key and value projections, which differ from the queries' in cross-attention.
+        keys: [e, e], of the inputs of the key and value projections, which differ from the queries'
+            in cross-attention.
     """
 
     queries: Array | None = None
@@ -50,14 +52,17 @@ def merge_layer(
         groups: how many K/V heads remain.
         limits: what may be absorbed.
         moments: of the inputs.
-        first_low: rotary pairs from this index on have low frequencies and are merged like rows without positions; None
-            for none. A frequency whose angle stays small over the whole context may be, and one real map for all such rows
-            loses far less than a complex number for each; but beginning too early costs far more than the map can gain. So
-            whoever passes it has compared the error of attention *with* rotary positions, at full context length.
+        first_low: rotary pairs from this index on have low frequencies and are merged like rows
+            without positions; None for none. A frequency whose angle stays small over the whole
+            context may be, and one real map for all such rows loses far less than a complex number
+            for each; but beginning too early costs far more than the map can gain. So whoever
+            passes it has compared the error of attention *with* rotary positions, at full context
+            length.
 
     Returns:
-        Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no fewer groups than
-        heads, the heads themselves: whether they are repeated does not matter here.
+        Merged keys and values [groups, ...]; queries and outputs in the source's shapes. With no
+        fewer groups than heads, the heads themselves: whether they are repeated does not matter
+        here.
     """
     if groups >= heads.groups:
         return heads
@@ -82,7 +87,8 @@ def merge_layer(
 def value_channels(heads: Heads, moments: Moments) -> Channels:
     """The values, which the output projection's columns read.
 
-    Without text, directions that are read strongly do not count more: on the models that were tried this lost less.
+    Without text, directions that are read strongly do not count more: on the models that were tried
+    this lost less.
     """
     return Channels(
         heads.values, adjoint(heads.outputs), moments.keys, None, weighted=moments.keys is not None
@@ -92,14 +98,15 @@ def value_channels(heads: Heads, moments: Moments) -> Channels:
 def key_channels(
     heads: Heads, limits: AbsorptionLimits, moments: Moments, first_low: int | None = None
 ) -> tuple[Channels, Channels]:
-    """The keys' rows that count as having no positions, which a real map may mix, and the rotary pairs, each by itself, as
-    one complex row. Queries read them.
+    """The keys' rows that count as having no positions, which a real map may mix, and the rotary
+    pairs, each by itself, as one complex row. Queries read them.
 
     Args:
         heads: of a layer.
         limits: of the layer.
-        moments: of its inputs. They are centred where no row has positions, since what all keys have in common has no
-            effect after the softmax, and not for the rest, because the mean key holds the attention sink.
+        moments: of its inputs. They are centred where no row has positions, since what all keys
+            have in common has no effect after the softmax, and not for the rest, because the mean
+            key holds the attention sink.
         first_low: as `merge_layer` takes it.
     """
     still, pairs = limits.divide_rows(heads.keys.shape[1], first_low)
@@ -138,9 +145,10 @@ def key_trials(
 ) -> Callable[[int], Heads]:
     """Many merges of a layer's keys that begin at different frequencies, at little cost.
 
-    A merge sees nothing of the rows but their products. So the rows of a group, and those of a query head, are replaced
-    by the root of the matrix of their products: trials are merged in a space with as many dimensions as a group has
-    rows. What they found is a map of rows to rows, which then applies to the layer's own.
+    A merge sees nothing of the rows but their products. So the rows of a group, and those of a
+    query head, are replaced by the root of the matrix of their products: trials are merged in a
+    space with as many dimensions as a group has rows. What they found is a map of rows to rows,
+    which then applies to the layer's own.
 
     Args:
         heads: of the source.
@@ -149,8 +157,8 @@ def key_trials(
         moments: of the inputs.
 
     Returns:
-        A function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in float32, and the
-        source's values.
+        A function of `first_low`, as `merge_layer` takes it: the heads with keys that are merged in
+        float32, and the source's values.
     """
     xp = array_namespace(heads.keys)
 

@@ -1,8 +1,9 @@
 """The registry of merge methods.
 
-A new method is one record here, and its arithmetic beside it: in `pooling` if it merges the heads of every tensor by
-itself (the writer calls it), in `merge_layer` if it merges whole layers, whose query and output projections absorb maps
-(`conversion/fitting.py` and `conversion/layers/one_layer.py` call it). The rest of the package asks the record. This module
+A new method is one record here, and its arithmetic beside it: in `pooling` if it merges the heads
+of every tensor by itself (the writer calls it), in `merge_layer` if it merges whole layers, whose
+query and output projections absorb maps (`conversion/fitting.py` and
+`conversion/layers/one_layer.py` call it). The rest of the package asks the record. This module
 imports the standard library only, so that `--help` can read it without loading numpy.
 """
 
@@ -13,7 +14,9 @@ from typing import Literal
 from gqa_convert.errors import OptionError
 
 Pooling = Literal["mean", "first"]
-"""How the numbers of several heads become those of one: a key of `pooling.POOLINGS`, which holds the arithmetic."""
+"""How the numbers of several heads become those of one: a key of `pooling.POOLINGS`, which holds
+the arithmetic.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +25,15 @@ class MergeMethod:
 
     Attributes:
         name: as `--method` takes it and as `gqa_conversion.json` records it.
-        card_sentence: what a model card says happened to the heads, without a capital and a full stop.
-        pooling: how it merges the heads of each K/V tensor by itself, while they are copied; None if it does not.
-        merges_layers: whether `merge_layer` merges the heads of whole attention layers before the writer runs: heads
-            are reordered, and query and output projections absorb maps.
+        card_sentence: what a model card says happened to the heads, without a capital and a full
+            stop.
+        pooling: how it merges the heads of each K/V tensor by itself, while they are copied; None
+            if it does not.
+        merges_layers: whether `merge_layer` merges the heads of whole attention layers before the
+            writer runs: heads are reordered, and query and output projections absorb maps.
         text: whether it measures on calibration text, in which case the source runs in torch.
-        trains: whether gradient steps follow (`--fit-steps`, `--kl-steps`), which also move heads whose maps nothing
-            can absorb. They need text.
+        trains: whether gradient steps follow (`--fit-steps`, `--kl-steps`), which also move heads
+            whose maps nothing can absorb. They need text.
     """
 
     name: str
@@ -40,13 +45,16 @@ class MergeMethod:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result computes what its source computes. Users do not choose these methods: N does."""
+        """Whether the result computes what its source computes. Users do not choose these
+        methods: N does.
+        """
         return self.pooling is None and not self.merges_layers
 
 
 FIT = MergeMethod(
     name="fit",
-    card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what the "
+    card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what "
+    "the "
     "source's layers give on a calibration text",
     merges_layers=True,
     text="required",
@@ -54,14 +62,16 @@ FIT = MergeMethod(
 )
 FACTOR = MergeMethod(
     name="factor",
-    card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query and "
+    card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query "
+    "and "
     "output projections",
     merges_layers=True,
     text="optional",
 )
 MEAN = MergeMethod(
     name="mean",
-    card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et al., 2023, "
+    card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et "
+    "al., 2023, "
     "section 2.1)",
     pooling="mean",
 )
@@ -84,7 +94,9 @@ METHODS = {method.name: method for method in (FIT, FACTOR, MEAN, FIRST, REPEAT, 
 CHOICES = tuple(method for method in METHODS.values() if not method.is_exact)
 """The methods that `--method` accepts."""
 DEFAULT = FACTOR
-"""The default where the user names no calibration text; it measures on text that every machine has."""
+"""The default where the user names no calibration text; it measures on text that every machine
+has.
+"""
 CALIBRATED_DEFAULT = FIT
 """The default with calibration text."""
 METHOD_HELP = (

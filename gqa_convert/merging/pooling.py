@@ -1,5 +1,5 @@
-"""The baselines of GQA conversion, a tensor at a time: the mean of a group's heads, or the first of them (Ainslie et al.
-2023, section 2.1).
+"""The baselines of GQA conversion, a tensor at a time: the mean of a group's heads, or the first of
+them (Ainslie et al. 2023, section 2.1).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +18,15 @@ POOLINGS: Mapping[Pooling, Callable[[Array], Array]] = {
 }
 """What each way of pooling makes of the heads of a group, [m, n] -> [n]."""
 _BLOCK_NUMBERS = 1 << 16
-"""Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32."""
+"""Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32.
+"""
 
 
 def pool_groups(
     heads: Array, groups: int, pooling: Pooling, dtype: np.dtype[Any], name: str
 ) -> tuple[Array, float, float]:
-    """Merge contiguous heads into groups, and round each number once, to nearest even. Sums are in head order, in float32
-    for float16 and bfloat16, in float64 for float32 and float64.
+    """Merge contiguous heads into groups, and round each number once, to nearest even. Sums are in
+    head order, in float32 for float16 and bfloat16, in float64 for float32 and float64.
 
     Args:
         heads: [K, ...], in memory order.
@@ -35,7 +36,8 @@ def pool_groups(
         name: of the tensor, for the error message.
 
     Returns:
-        The merged heads, [N, ...]; the sum of |head - merged head|^2 over all heads; and that of |head|^2.
+        The merged heads, [N, ...]; the sum of |head - merged head|^2 over all heads; and that of
+        |head|^2.
 
     Raises:
         NonFiniteError: a number is NaN or Inf.
@@ -51,7 +53,8 @@ def pool_groups(
             block = own[:, start : start + step].astype(wide_type)
             if not np.isfinite(block).all():
                 raise NonFiniteError(
-                    f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
+                    f"tensor {name} holds NaN or Inf, which would spread to every merged "
+                    "head: repair the checkpoint first"
                 )
             squared_norm += float(np.einsum("hn,hn->", block, block))
             rounded = pool(block).astype(dtype)
