@@ -53,26 +53,23 @@ class MergeMethod:
 
 FIT = MergeMethod(
     name="fit",
-    card_sentence="the K/V heads of a group were factorised together and fitted, layer after layer, to what "
-    "the "
-    "source's layers give on a calibration text",
+    card_sentence="the K/V heads of a group were factorised together and fitted, layer after "
+    "layer, to what the source's layers give on a calibration text",
     merges_layers=True,
     text="required",
     trains=True,
 )
 FACTOR = MergeMethod(
     name="factor",
-    card_sentence="the K/V heads of a group were factorised together, and the factors folded into the query "
-    "and "
-    "output projections",
+    card_sentence="the K/V heads of a group were factorised together, and the factors folded into "
+    "the query and output projections",
     merges_layers=True,
     text="optional",
 )
 MEAN = MergeMethod(
     name="mean",
-    card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper (Ainslie et "
-    "al., 2023, "
-    "section 2.1)",
+    card_sentence="the K/V heads of a group were replaced by their mean, as in the GQA paper "
+    "(Ainslie et al., 2023, section 2.1)",
     pooling="mean",
 )
 FIRST = MergeMethod(
