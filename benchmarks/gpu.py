@@ -20,7 +20,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,11 @@ sys.path.insert(0, str(HERE))
 
 from benchmarks.synthetic import make_llama  # noqa: E402  # the script runs from any folder
 from gqa_convert.attention import grouped_query_attention  # noqa: E402
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions  # noqa: E402
+from gqa_convert.conversion.options import (  # noqa: E402
+    BATCH_TOKENS,
+    CalibrationOptions,
+    ConversionOptions,
+)
 from gqa_convert.conversion.progress import FitProgress  # noqa: E402
 from gqa_convert.conversion.run import convert_checkpoint  # noqa: E402
 
@@ -300,6 +305,41 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
     return found
 
 
+def measure_last_stage(settings: Settings) -> dict[str, Any]:
+    """The last stage of `fit` on a whole model of Llama-2-7B's shapes, and what its dry run estimates.
+
+    Layers are merged in closed form, on little text, since only the stage behind them is measured.
+    """
+    layers, hidden, groups, steps = (2, 512, 1, 2) if settings.small else (32, 4096, 8, 6)
+    source = make_source(settings.folder / "whole", layers=layers, hidden=hidden)
+    out = settings.folder / "stage"
+    text = ["--calibration", "python-stdlib", "--calibration-tokens", "4k", "--no-mix"]
+    text += ["--fit-steps", "0", "--kl-steps", str(steps), "--groups", str(groups)]
+    found: dict[str, Any] = {"dry run": run(settings, "convert", source, out, *text, "--dry-run")}
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken: list[float] = []
+
+    def note(progress: FitProgress) -> None:
+        if progress.detail.startswith("step "):  # of the last stage
+            taken.append(time.perf_counter())
+
+    calibration = CalibrationOptions(
+        source="python-stdlib", tokens=4096, mix=False, steps=0, kl_steps=steps
+    )
+    began = time.perf_counter()
+    done = convert_checkpoint(
+        source, out, groups, ConversionOptions(calibration=calibration), on_layer=note
+    )
+    found["seconds"] = round(time.perf_counter() - began, 1)
+    found["kl"] = asdict(done.calibration.kl) if done.calibration and done.calibration.kl else None
+    between = [after - before for before, after in pairwise(taken[1:])]  # the first one begins it
+    found["tokens_per_second"] = round(BATCH_TOKENS / statistics.median(between))
+    if DEVICE == "cuda":
+        found["allocated_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return found
+
+
 def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str, Any]:
     """`fit` of a layer without the last stage, in this process: the seconds of each stage and torch's peak of memory."""
     stages: dict[str, float] = {}
@@ -334,6 +374,7 @@ PARTS: dict[str, Callable[[Settings], Any]] = {
     "decoding": measure_decoding,
     "uptraining": measure_uptraining,
     "fit": measure_fit,
+    "last stage": measure_last_stage,
 }
 
 
