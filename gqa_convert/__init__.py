@@ -1,6 +1,7 @@
 """Turn a multi-head-attention checkpoint into a grouped-query one.
 
-The public names below load on first use, so that importing the package costs nothing and never imports torch.
+The public names below load on first use, so that importing the package costs nothing and never
+imports torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,9 @@
-"""One exception class per kind of mistake, and which errors of libraries mean that the memory or the disk is full.
+"""One exception class per kind of mistake, and which errors of libraries mean that the memory or
+the disk is full.
 
-A message is one line that says what is wrong, what was found and what to do. The command line prints it and exits with
-the `exit_code` of the class: 2 for a mistake in the arguments or inputs, 1 for work or a check that failed.
+A message is one line that says what is wrong, what was found and what to do. The command line
+prints it and exits with the `exit_code` of the class: 2 for a mistake in the arguments or inputs, 1
+for work or a check that failed.
 """
 
 import errno
@@ -27,12 +29,20 @@ class GQAConvertError(Exception):
 
 
 def _one_line(message: str) -> str:
-    """Return the message as one printable line of limited length, since it may quote names from untrusted files."""
-    line = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in message[:_LONGEST]
-    )
+    """The message as one printable line of limited length, since it may quote names from untrusted
+    files.
+    """
+    line = printable(message[:_LONGEST])
     return line if len(message) <= _LONGEST else f"{line} ... {_one_line(message[-200:])}"
+
+
+def printable(text: str) -> str:
+    """The text with every unprintable character escaped: names from files may hold control
+    characters.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 class SourceNotFoundError(GQAConvertError):
@@ -80,11 +90,15 @@ class OptionError(GQAConvertError):
 
 
 class UnsupportedAttentionError(OptionError):
-    """The model would compute something else with this attention function than with eager attention."""
+    """The model would compute something else with this attention function than with eager
+    attention.
+    """
 
 
 class RecipeError(GQAConvertError):
-    """A recipe cannot be read, or its keys are invalid or conflict. The message has a line for each mistake."""
+    """A recipe cannot be read, or its keys are invalid or conflict. The message has a line for each
+    mistake.
+    """
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, "\n".join(_one_line(line) for line in message.split("\n")))
@@ -103,8 +117,8 @@ class MissingExtraError(GQAConvertError):
 
 
 class InterruptedRunError(BaseException):
-    """The user or the system asked the program to stop. Like KeyboardInterrupt it is no Exception, so that nobody who
-    expects mistakes takes it for one.
+    """The user or the system asked the program to stop. Like KeyboardInterrupt it is no Exception,
+    so that nobody who expects mistakes takes it for one.
     """
 
     exit_code = 130
@@ -112,7 +126,9 @@ class InterruptedRunError(BaseException):
 
 
 class LaunchError(GQAConvertError):
-    """The processes of a distributed run do not match its launch, or another job uses the same output."""
+    """The processes of a distributed run do not match its launch, or another job uses the same
+    output.
+    """
 
 
 class ResumeError(GQAConvertError):
@@ -141,7 +157,7 @@ class StoppedError(GQAConvertError):
 
 
 class PublishError(GQAConvertError):
-    """The checkpoint cannot be published in its current state, or the repository cannot receive it."""
+    """The checkpoint cannot be published as it is, or the repository cannot receive it."""
 
 
 class UploadError(GQAConvertError):
@@ -151,7 +167,9 @@ class UploadError(GQAConvertError):
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of any library's exception, with its class, and the next where the reason stands there."""
+    """The first line of any library's exception, with its class, and the next where the reason
+    stands there.
+    """
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     shown = 2 if lines and lines[0].endswith(":") else 1
     return f"{type(problem).__name__}: {' '.join(lines[:shown]) or repr(problem)}"[:400]
@@ -181,8 +199,10 @@ def no_space(place: Path, again: str) -> NoSpaceError:
 
     Args:
         place: the file or folder that was written.
-        again: what the same command does when it is run again, such as "resumes from the last checkpoint".
+        again: what the same command does when it is run again, such as "resumes from the last
+            checkpoint".
     """
     return NoSpaceError(
-        f"the disk or quota of {place} is full: make room and run the same command again, which {again}"
+        f"the disk or quota of {place} is full: "
+        f"make room and run the same command again, which {again}"
     )

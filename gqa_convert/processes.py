@@ -1,7 +1,8 @@
 """The processes of a run, which join, compare values, add sums, and fail together.
 
-Misconfigured launches are refused at once, because a job that silently runs as one process, or as several independent
-ones, wastes days. An error on one process is raised on all of them, so that none waits for a process that has ended.
+Misconfigured launches are refused at once, because a job that silently runs as one process, or as
+several independent ones, wastes days. An error on one process is raised on all of them, so that
+none waits for a process that has ended.
 """
 
 import os
@@ -24,14 +25,21 @@ _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2
 _LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and `accelerate launch` set for each of several processes."""
 _REFUSED = {
-    "ACCELERATE_USE_DEEPSPEED": "this program does not use the optimizer and checkpoints of DeepSpeed",
+    "ACCELERATE_USE_DEEPSPEED": (
+        "this program does not use the optimizer and checkpoints of DeepSpeed"
+    ),
     "ACCELERATE_USE_MEGATRON_LM": "this program does not use the models of Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "this program does not split layers or sequences over processes",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "this program does not split layers or sequences over processes"
+    ),
     "FSDP_OFFLOAD_PARAMS": "this program keeps parameters on the GPUs",
     "FSDP_ACTIVATION_CHECKPOINTING": "the recipe's gradient_checkpointing does this",
 }
 """Switches of accelerate that would have no effect or a different one, and the reason."""
-_ADVICE = "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... (without a GPU, set ACCELERATE_USE_CPU=true)"
+_ADVICE = (
+    "launch with torchrun --nproc_per_node N -m gqa_convert COMMAND ... "
+    "(without a GPU, set ACCELERATE_USE_CPU=true)"
+)
 _BROKEN = (
     "DistBackendError",
     "DistNetworkError",
@@ -68,9 +76,11 @@ def join(**options: Any) -> Any:
     stated = _number("WORLD_SIZE") or 1
     if accelerator.num_processes != stated:
         raise LaunchError(
-            f"the launcher started {stated} processes and this run has {accelerator.num_processes}: {_ADVICE}"
+            f"the launcher started {stated} processes and this run has "
+            f"{accelerator.num_processes}: {_ADVICE}"
         )
-    # otherwise transformers would leave the weights uninitialised on all processes but the first, for accelerate to
+    # otherwise transformers would leave the weights uninitialised on all processes but the first,
+    # for accelerate to
     # broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
@@ -97,7 +107,8 @@ def check_environment() -> None:
     for name, reason in _REFUSED.items():
         if is_set(name):
             raise LaunchError(
-                f"{name} is set, perhaps by accelerate's configuration, but {reason}: use recipes/accelerate/fsdp2.yaml, or remove that key"
+                f"{name} is set, perhaps by accelerate's configuration, but {reason}: "
+                "use recipes/accelerate/fsdp2.yaml, or remove that key"
             )
     # torchrun, started once on each node, knows of as many groups as there are tasks
     known = _number("GROUP_WORLD_SIZE") or _number("WORLD_SIZE") or 1
@@ -105,8 +116,10 @@ def check_environment() -> None:
         tasks = _number(name) or 1
         if tasks > known:
             raise LaunchError(
-                f"{tasks} tasks were started ({name}) and this one knows of {known}, so each would work alone: start one task per node, "
-                "and in each torchrun with --nnodes and --rdzv_endpoint, as recipes/slurm/uptrain.sbatch does"
+                f"{tasks} tasks were started ({name}) and this one knows of {known}, "
+                "so each would work alone: start one task per node, "
+                "and in each torchrun with --nnodes and --rdzv_endpoint, "
+                "as recipes/slurm/uptrain.sbatch does"
             )
     needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
     missing = [name for name in needed if not os.getenv(name)]
@@ -137,23 +150,26 @@ def started() -> int:
 
 
 def count() -> int:
-    """How many processes do the present work: all of the run, or this one while the others wait for it."""
+    """How many processes do the present work: all of the run, or this one while the others wait for
+    it.
+    """
     return 1 if _leads else started()
 
 
 def waiting_group() -> Any:
-    """A process group on CPUs with a long timeout, so that a slow disk does not trigger NCCL's ten minutes; None for a
-    single process.
+    """A process group on CPUs with a long timeout, so that a slow disk does not trigger NCCL's ten
+    minutes; None for a single process.
     """
     return _waiting_group
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A context for independent work of every process or of one. An error of any process is raised on all of them when
-    the context ends.
+    """A context for independent work of every process or of one. An error of any process is raised
+    on all of them when the context ends.
 
-    Processes must not wait for one another inside the context, unless they also do so when they fail.
+    Processes must not wait for one another inside the context, unless they also do so when they
+    fail.
     """
     own: Any = None
     try:
@@ -170,7 +186,8 @@ def together() -> Iterator[None]:
 def out_of_memory() -> DeviceMemoryError:
     """The error about a lack of memory on any device."""
     return DeviceMemoryError(
-        "out of memory: lower micro_batch_size, set gradient_checkpointing to true or use more GPUs with fsdp2.yaml; then run the same "
+        "out of memory: lower micro_batch_size, "
+        "set gradient_checkpointing to true or use more GPUs with fsdp2.yaml; then run the same "
         "command again, which resumes from the last checkpoint"
     )
 
@@ -183,8 +200,9 @@ def _for_others(problem: BaseException) -> BaseException:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The value of every process, in the order of their numbers; for small Python objects. Every process calls this,
-    and waits for the others without a time limit; accelerate's gather_object would end the job after ten minutes.
+    """The value of every process, in the order of their numbers; for small Python objects. Every
+    process calls this, and waits for the others without a time limit; accelerate's gather_object
+    would end the job after ten minutes.
     """
     if count() == 1:
         return [value]
@@ -199,7 +217,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def by_first(work: Callable[[], Any]) -> Any:
-    """What a function returns on the first process, on all of them; an error is raised on all too."""
+    """What a function returns on the first process, on all; an error is raised on all too."""
     if count() == 1:
         return work()
     if rank():
@@ -231,7 +249,8 @@ def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
 
 @contextmanager
 def sharing(function: Callable[..., Any], *arguments: Any) -> Iterator[None]:
-    """A context in which this process, the first, does what all others, which `follow`, do in a function.
+    """A context in which this process, the first, does what all others, which `follow`, do in a
+    function.
 
     Args:
         function: of a module, which other processes find by its name.
@@ -249,7 +268,9 @@ def sharing(function: Callable[..., Any], *arguments: Any) -> Iterator[None]:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """A context of the first process, at whose end the others stop following, with the same error if there is one."""
+    """A context of the first process, at whose end the others stop following, with the same error
+    if there is one.
+    """
     global _leads
     if started() == 1:
         yield
@@ -301,7 +322,8 @@ def total(own: Any) -> Any:
 
 
 def check_agreement(values: dict[str, Any]) -> None:
-    """Refuse to go on where a process has another value than the first one. Every process calls this.
+    """Refuse to go on where a process has another value than the first one. Every process calls
+    this.
 
     Args:
         values: small Python objects, by what messages call them.
@@ -315,8 +337,10 @@ def check_agreement(values: dict[str, Any]) -> None:
             for name in first | found:
                 if found.get(name) != first.get(name):
                     raise LaunchError(
-                        f"{name} differs between the processes of this run: {first.get(name)} on the first, "
-                        f"{found.get(name)} on process {process}: give every machine the same files and versions"
+                        f"{name} differs between the processes of this run: "
+                        f"{first.get(name)} on the first, "
+                        f"{found.get(name)} on process {process}: "
+                        "give every machine the same files and versions"
                     )
 
 
@@ -332,8 +356,8 @@ def summed(numbers: list[float]) -> list[float]:
 
 @contextmanager
 def taking_part() -> Iterator[None]:
-    """A context inside which `join` may be called. Afterwards torch's process groups are destroyed, since torch may
-    otherwise abort the process at exit.
+    """A context inside which `join` may be called. Afterwards torch's process groups are destroyed,
+    since torch may otherwise abort the process at exit.
     """
     try:
         yield
@@ -361,5 +385,6 @@ def _leave() -> None:
 
 def _ended(problem: RuntimeError) -> LaunchError:
     return LaunchError(
-        f"another process of this run has ended or can't be reached: see its message ({' '.join(str(problem).split())[:200]})"
+        "another process of this run has ended or can't be reached: "
+        f"see its message ({' '.join(str(problem).split())[:200]})"
     )

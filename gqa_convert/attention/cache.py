@@ -1,7 +1,8 @@
-"""Keys and values of earlier tokens. The cache holds N heads, never H, which is the memory that grouped-query attention
-saves.
+"""Keys and values of earlier tokens. The cache holds N heads, never H, which is the memory that
+grouped-query attention saves.
 
-Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the values, k keys and w features of a memory.
+Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the
+values, k keys and w features of a memory.
 """
 
 from typing import Any, Self
@@ -16,9 +17,9 @@ from gqa_convert.errors import OptionError
 class _MemoryRecord:
     """The state of a memory when the cache was filled from it, to notice another one.
 
-    A tensor at another address is compared number by number. A tensor at the same address is the same one unless it was
-    written to: torch counts writes, so that no number has to be read. It does not for inference tensors, of which the
-    record keeps a copy.
+    A tensor at another address is compared number by number. A tensor at the same address is the
+    same one unless it was written to: torch counts writes, so that no number has to be read. It
+    does not for inference tensors, of which the record keeps a copy.
 
     Args:
         tensor: [b, k, w]. The record keeps it alive, so that no other tensor gets its address.
@@ -43,14 +44,16 @@ class _MemoryRecord:
 
 
 class KVCache:
-    """Keys and values of one layer, in buffers that double when they are full. For inference: no gradients flow through
-    a cache.
+    """Keys and values of one layer, in buffers that double when they are full. For inference: no
+    gradients flow through a cache.
 
-    A cache serves either self-attention, where it grows with every call, or cross-attention, where it is filled from a
-    memory once. Use one cache per layer and kind of attention, and fresh ones for every batch of sequences.
+    A cache serves either self-attention, where it grows with every call, or cross-attention, where
+    it is filled from a memory once. Use one cache per layer and kind of attention, and fresh ones
+    for every batch of sequences.
 
     Args:
-        capacity: tokens to make room for at the first `append`; if the length is known, nothing is copied later.
+        capacity: tokens to make room for at the first `append`; if the length is known, nothing is
+            copied later.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -75,16 +78,17 @@ class KVCache:
             value: [b, N, t, e].
 
         Returns:
-            The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the next `append` or
-            `truncate`.
+            The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the
+            next `append` or `truncate`.
 
         Raises:
-            OptionError: gradients are required, the shapes or types differ from those held, or the cache holds a
-                memory.
+            OptionError: gradients are required, the shapes or types differ from those held, or the
+                cache holds a memory.
         """
         if self._memory:
             raise OptionError(
-                f"the cache holds a memory of {self.length} keys for cross-attention: use another cache for self-attention"
+                f"the cache holds a memory of {self.length} keys for cross-attention: "
+                "use another cache for self-attention"
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError(
@@ -92,17 +96,16 @@ class KVCache:
             )
         self._buffers = self._buffers or [key[:, :, :0], value[:, :, :0]]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
-            if (buffer.shape[:2], buffer.shape[3], buffer.dtype) != (
-                new.shape[:2],
-                new.shape[3],
-                new.dtype,
-            ):
+            is_like = buffer[:, :, :0].shape == new[:, :, :0].shape
+            if not is_like or buffer.dtype != new.dtype:
                 raise OptionError(
-                    f"the cache holds {list(buffer.shape)} of {buffer.dtype}, the new tokens are {list(new.shape)} of {new.dtype}"
+                    f"the cache holds {list(buffer.shape)} of {buffer.dtype}, "
+                    f"the new tokens are {list(new.shape)} of {new.dtype}"
                 )
         length = self.length + key.shape[2]
         held = self._buffers[0].shape[2]
-        # inference tensors cannot be written to outside inference mode, so they are copied there like full buffers
+        # inference tensors cannot be written to outside inference mode, so they are copied there
+        # like full buffers
         is_frozen = self._buffers[0].is_inference() and not torch.is_inference_mode_enabled()
         if length > held or is_frozen:
             size = max(length, 2 * held, self._capacity)
@@ -146,12 +149,14 @@ class KVCache:
         """
         if not self._memory:
             raise OptionError(
-                f"the cache holds {self.length} keys of self-attention, not of a memory: use one cache for each"
+                f"the cache holds {self.length} keys of self-attention, not of a memory: "
+                "use one cache for each"
             )
         keys, values = self._memory
         if not (keys.matches(memory) and values.matches(memory_values)):
             raise OptionError(
-                f"the cache holds {self.length} keys of another memory, or this memory of {memory.shape[1]} keys was changed in place: "
+                f"the cache holds {self.length} keys of another memory, "
+                f"or this memory of {memory.shape[1]} keys was changed in place: "
                 "use a fresh KVCache for each memory"
             )
 
@@ -176,8 +181,8 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes if self._buffers else 0
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens from the `length`-th on, for example rejected speculative tokens. A memory is kept or dropped as
-        a whole.
+        """Drop all tokens from the `length`-th on, for example rejected speculative tokens. A
+        memory is kept or dropped as a whole.
 
         Raises:
             OptionError: fewer tokens are held, or a memory would be cut.
@@ -186,7 +191,8 @@ class KVCache:
             raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
         if self._memory and 0 < length < self.length:
             raise OptionError(
-                f"the cache holds a memory of {self.length} keys, which cannot be cut: use key_mask to hide a part of it"
+                f"the cache holds a memory of {self.length} keys, which cannot be cut: "
+                "use key_mask to hide a part of it"
             )
         self.length = length
         if length == 0:

@@ -1,4 +1,5 @@
-"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models built from torch's layers.
+"""Grouped-query attention with the calling convention of nn.MultiheadAttention, for models built
+from torch's layers.
 
 Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads), c
 head_dim, e head_dim of the values.
@@ -17,10 +18,11 @@ from gqa_convert.errors import GroupsError, OptionError
 
 
 class _NoPackedWeight:
-    """Stands for `in_proj_weight` and keeps torch's layers off their fast path for multi-head attention.
+    """Stands for `in_proj_weight` and keeps torch's layers off their fast path for multi-head
+    attention.
 
-    The layers take that path unless an argument overrides torch functions. nn.TransformerEncoder decides when it is
-    created, before its attention may be replaced.
+    The layers take that path unless an argument overrides torch functions. nn.TransformerEncoder
+    decides when it is created, before its attention may be replaced.
     """
 
     @classmethod
@@ -33,11 +35,12 @@ class _NoPackedWeight:
 
 
 class GroupedMultiheadAttention(GroupedProjections):
-    """nn.MultiheadAttention whose query heads share `groups` key/value heads. Arguments, masks and results are the same.
+    """nn.MultiheadAttention whose query heads share `groups` key/value heads. Arguments, masks and
+    results are the same.
 
-    It replaces nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and models built from
-    them (`convert_module`). `GroupedQueryAttention` has the same parameters, and also causal order, rotary embedding
-    and a K/V cache.
+    It replaces nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and
+    models built from them (`convert_module`). `GroupedQueryAttention` has the same parameters, and
+    also causal order, rotary embedding and a K/V cache.
 
     Args:
         embed_dim: d, the features of inputs and outputs.
@@ -83,7 +86,8 @@ class GroupedMultiheadAttention(GroupedProjections):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise OptionError(
-                "add_bias_kv and add_zero_attn append a key, which grouped-query attention does not support: leave them False"
+                "add_bias_kv and add_zero_attn append a key, "
+                "which grouped-query attention does not support: leave them False"
             )
         super().__init__(
             embed_dim,
@@ -100,7 +104,9 @@ class GroupedMultiheadAttention(GroupedProjections):
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        """Draw weights from the distribution of nn.MultiheadAttention, whatever the number of groups."""
+        """Draw weights from the distribution of nn.MultiheadAttention, whatever the number of
+        groups.
+        """
         packed = 3 if self.kdim == self.vdim == self.embed_dim else 1
         for name, projection in self.named_children():
             if name != "out_proj":  # Glorot and Bengio 2010, of all H heads
@@ -128,58 +134,59 @@ class GroupedMultiheadAttention(GroupedProjections):
             query: [b, q, d]; [q, b, d] without `batch_first`; or [q, d] without a batch.
             key: [b, k, kdim], in the layout of `query`.
             value: [b, k, vdim], in the layout of `query`.
-            key_padding_mask: [b, k], or [k] without a batch. Booleans are **True where a key is hidden**; floats are
-                added to the scores.
-            need_weights: return the attention weights. False is faster, as in nn.MultiheadAttention.
-            attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats are added to the
-                scores.
+            key_padding_mask: [b, k], or [k] without a batch. Booleans are **True where a key is
+                hidden**; floats are added to the scores.
+            need_weights: return the attention weights. False is faster, as in
+                nn.MultiheadAttention.
+            attn_mask: [q, k] or [b * H, q, k]. Booleans are **True where a key is hidden**; floats
+                are added to the scores.
             average_attn_weights: return the mean of the weights over the heads.
-            is_causal: a promise that `attn_mask` is the causal mask. It is then not read, unless there is a
-                `key_padding_mask` or weights are returned.
+            is_causal: a promise that `attn_mask` is the causal mask. It is then not read, unless
+                there is a `key_padding_mask` or weights are returned.
 
         Returns:
-            The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q, k] per head; without
-            b if there is no batch. The weights are those after dropout.
+            The outputs in the layout of `query`, and None or the weights: [b, q, k], or [b, H, q,
+            k] per head; without b if there is no batch. The weights are those after dropout.
 
         Raises:
-            OptionError: shapes or types do not match, an input is a nested tensor, or `is_causal` comes without
-                `attn_mask`.
+            OptionError: shapes or types do not match, an input is a nested tensor, or `is_causal`
+                comes without `attn_mask`.
         """
         batched = query.dim() == 3
         if any(x.is_nested for x in (query, key, value)):
             raise OptionError(
-                "an input is a nested tensor, which grouped-query attention does not take: pad it and give key_padding_mask"
+                "an input is a nested tensor, which grouped-query attention does not take: "
+                "pad it and give key_padding_mask"
             )
         axes = query.dim(), key.dim(), value.dim()
         if axes not in ((2, 2, 2), (3, 3, 3)):
             raise OptionError(
-                f"query, key and value have {axes[0]}, {axes[1]} and {axes[2]} axes: give all of them 3, or 2 without a batch"
+                f"query, key and value have {axes[0]}, {axes[1]} and {axes[2]} axes: "
+                "give all of them 3, or 2 without a batch"
             )
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        queries, keys, values = self.project(query, key, value)
         if is_causal and attn_mask is None:
             raise OptionError(
-                "is_causal says that attn_mask is causal, but there is none: give attn_mask too, as to nn.MultiheadAttention"
+                "is_causal says that attn_mask is causal, but there is none: "
+                "give attn_mask too, as to nn.MultiheadAttention"
             )
-        mask, bias = _visibility(attn_mask, key_padding_mask, (*queries.shape[:3], keys.shape[2]))
+        queries, keys, values = self.project(query, key, value)
+        masks = _visibility(attn_mask, key_padding_mask, (*queries.shape[:3], keys.shape[2]))
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            out, weights = _attention_and_weights(queries, keys, values, mask, bias, dropout)
+            out, weights = _attention_and_weights(queries, keys, values, masks, dropout)
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
-        elif is_causal and key_padding_mask is None:
-            out = grouped_query_attention(
-                queries, keys, values, causal=True, cached=0, dropout=dropout
-            )
         else:
-            out = grouped_query_attention(
-                queries, keys, values, mask=mask, bias=bias, dropout=dropout
-            )
+            order: dict[str, Any] = {"mask": masks[0], "bias": masks[1]}
+            if is_causal and key_padding_mask is None:
+                order = {"causal": True, "cached": 0}
+            out = grouped_query_attention(queries, keys, values, dropout=dropout, **order)
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         if not batched:
             return result.squeeze(0), weights
@@ -189,14 +196,15 @@ class GroupedMultiheadAttention(GroupedProjections):
 def convert_module(
     model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = ""
 ) -> nn.Module:
-    """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and its weights merged.
+    """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and
+    its weights merged.
 
     Args:
         model: any module, such as nn.TransformerDecoder or nn.Transformer, which is not changed.
         groups: N, a divisor of the heads of every attention.
         method: how heads are merged: their mean, or the first of each group.
-        prefix: convert only modules whose names begin with it; "decoder." does not convert the encoder of an
-            nn.Transformer.
+        prefix: convert only modules whose names begin with it; "decoder." does not convert the
+            encoder of an nn.Transformer.
 
     Returns:
         The copy, which needs further training if N is less than the number of heads.
@@ -219,14 +227,15 @@ def convert_module(
             raise GroupsError(f"{name}: {error}") from None
     if not replaced:
         raise OptionError(
-            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with {prefix!r}: nothing to convert"
+            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with "
+            f"{prefix!r}: nothing to convert"
         )
     return copy.deepcopy(model, replaced)
 
 
 def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) -> Masks:
-    """The boolean masks combined into one that is True where a query sees a key, and the sum of the float masks; both
-    [b|1, H|1, q|1, k].
+    """The boolean masks combined into one that is True where a query sees a key, and the sum of the
+    float masks; both [b|1, H|1, q|1, k].
 
     Args:
         attn_mask: as `forward` takes it.
@@ -234,22 +243,20 @@ def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) 
         shape: (b, H, q, k).
     """
     batch, heads, queries, keys = shape
+    whole = [batch * heads, queries, keys]
     if attn_mask is not None:
-        if attn_mask.shape not in ((queries, keys), (batch * heads, queries, keys)):
+        if list(attn_mask.shape) not in (whole[1:], whole):
             raise OptionError(
-                f"attn_mask is {list(attn_mask.shape)}: give [queries, keys] = {[queries, keys]} or [batch * heads, queries, keys] "
-                f"= {[batch * heads, queries, keys]}"
+                f"attn_mask is {list(attn_mask.shape)}: "
+                f"give [queries, keys] = {whole[1:]} or [batch * heads, queries, keys] = {whole}"
             )
-        attn_mask = _seen("attn_mask", attn_mask)
-        attn_mask = (
-            attn_mask[None, None]
-            if attn_mask.dim() == 2
-            else attn_mask.unflatten(0, (batch, heads))
-        )
+        sizes = (batch, heads) if attn_mask.dim() == 3 else (1, 1)
+        attn_mask = _seen("attn_mask", attn_mask).reshape(*sizes, queries, keys)
     if padding is not None:
         if padding.shape != (batch, keys):
             raise OptionError(
-                f"key_padding_mask is {list(padding.shape)} (with the batch): give [batch, keys] = {[batch, keys]}"
+                f"key_padding_mask is {list(padding.shape)} (with the batch): "
+                f"give [batch, keys] = {[batch, keys]}"
             )
         padding = _seen("key_padding_mask", padding)[:, None, None]
     return combined(attn_mask, padding)
@@ -257,47 +264,37 @@ def _visibility(attn_mask: Tensor | None, padding: Tensor | None, shape: Shape) 
 
 def _seen(name: str, mask: Tensor) -> Tensor:
     """Booleans turned to True where a key is seen; floats as they are."""
-    if mask.dtype == torch.bool:
-        return ~mask
-    if not mask.is_floating_point():
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise OptionError(
-            f"{name} has type {mask.dtype}: give booleans, True where a key is hidden, or floats that are added"
+            f"{name} has type {mask.dtype}: "
+            "give booleans, True where a key is hidden, or floats that are added"
         )
-    return mask
+    return ~mask if mask.dtype == torch.bool else mask
 
 
 def _attention_and_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, masks: Masks, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T / sqrt(c) + bias) value, and the softmax. Half precision is computed in float32. Every score is in
-    memory at once, unlike in core.py.
+    """Attention as `grouped_query_attention` computes it, and its weights. Half precision is
+    computed in float32, and every weight is in memory at once.
 
     Args:
         query: [b, H, q, c].
         key: [b, N, k, c].
         value: [b, N, k, e].
-        mask: bool, [b|1, H|1, q|1, k]; True where a query sees a key.
-        bias: float, [b|1, H|1, q|1, k]; added to the scores.
+        masks: the boolean mask and the bias.
         dropout: probability with which a weight is zeroed.
 
     Returns:
-        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both are zeros for a
-        query that sees no key.
+        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both
+        are zeros for a query that sees no key.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    ratio = query.shape[1] // key.shape[1]
-    keys, values = (each.to(wide).repeat_interleave(ratio, dim=1) for each in (key, value))
-    scores = query.to(wide) @ keys.transpose(2, 3) * query.shape[3] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(fully_masked, 0.0).softmax(-1).masked_fill(fully_masked, 0.0)
-    weights = nn.functional.dropout(weights, dropout)
-    return (weights @ values).to(query.dtype), weights.to(query.dtype)
+    dtype, (batch, groups, keys, _) = query.dtype, key.shape
+    wide = torch.promote_types(dtype, torch.float32)
+    query, key, value = (each.to(wide) for each in (query, key, value))
+    mask, bias = masks
+    # a unit matrix in place of the values is weighted to the weights themselves
+    units = torch.eye(keys, dtype=wide, device=key.device).expand(batch, groups, keys, keys)
+    weights = grouped_query_attention(query, key, units, mask=mask, bias=bias, dropout=dropout)
+    out = weights @ value.repeat_interleave(query.shape[1] // groups, dim=1)
+    return out.to(dtype), weights.to(dtype)

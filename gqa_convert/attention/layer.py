@@ -1,9 +1,10 @@
 """A grouped-query attention layer.
 
-Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d embed_dim, H query heads, N
-groups (key/value heads), c head_dim, e head_dim of the values.
+Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d
+embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +13,65 @@ from torch import Tensor
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import combined, split_mask
-from gqa_convert.attention.positions import Rotary
 from gqa_convert.attention.projections import GroupedProjections, split_heads
 from gqa_convert.errors import OptionError
 
 
-class GroupedQueryAttention(GroupedProjections):
-    """Attention in which H query heads share N key/value heads: multi-head for N = H, multi-query for N = 1.
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding (Su et al. 2021, *RoFormer*) in the half layout of Llama: entry i
+    is rotated with entry i + r / 2.
+    """
 
-    Sources: Ainslie et al. 2023 (grouped-query), Shazeer 2019 (multi-query), Vaswani et al. 2017 (multi-head).
+    base: float = 10000.0
+    """About the ratio of the longest wavelength to the shortest; `rope_theta` in configs."""
+    fraction: float = 1.0
+    """The share of a head's leading entries that rotate; `partial_rotary_factor` in configs."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many entries of a head rotate.
+
+        Raises:
+            OptionError: they cannot be paired.
+        """
+        rotated = int(head_dim * self.fraction)
+        if not 0 < rotated <= head_dim or rotated % 2:
+            raise OptionError(
+                f"rotary would rotate {rotated} of {head_dim} entries of a head: "
+                "choose a fraction that gives an even "
+                "number above zero"
+            )
+        return rotated
+
+    def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Rotate every head by its token's position, in float32 or a wider type.
+
+        Args:
+            heads: [b, h, q, c].
+            positions: integers [b|1, q].
+
+        Returns:
+            [b, h, q, c].
+        """
+        rotated = self.rotary_dim(heads.shape[3])
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        frequencies = self.base ** (
+            -torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated
+        )
+        angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
+        cosine, sine = angles.cos(), angles.sin()
+        turning, still = heads.to(wide).tensor_split([rotated], dim=-1)
+        first, second = turning.chunk(2, dim=-1)
+        parts = first * cosine - second * sine, second * cosine + first * sine, still
+        return torch.cat(parts, dim=-1).to(heads.dtype)
+
+
+class GroupedQueryAttention(GroupedProjections):
+    """Attention in which H query heads share N key/value heads: multi-head for N = H, multi-query
+    for N = 1.
+
+    Sources: Ainslie et al. 2023 (grouped-query), Shazeer 2019 (multi-query), Vaswani et al. 2017
+        (multi-head).
 
     Args:
         embed_dim: d, the features of inputs and outputs.
@@ -29,8 +80,8 @@ class GroupedQueryAttention(GroupedProjections):
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
-        projections: options of `GroupedProjections`: `head_dim`, `value_head_dim`, `kdim`, `vdim`, `bias`, `dropout`,
-            `batch_first` (masks are batch first always), `device` and `dtype`.
+        projections: options of `GroupedProjections`: `head_dim`, `value_head_dim`, `kdim`, `vdim`,
+            `bias`, `dropout`, `batch_first` (masks are batch first always), `device` and `dtype`.
 
     Raises:
         GroupsError: N does not divide H.
@@ -70,20 +121,22 @@ class GroupedQueryAttention(GroupedProjections):
 
         Args:
             inputs: [b, q, d].
-            memory: [b, k, kdim], the tokens that cross-attention projects keys from. May be omitted once `cache` holds
-                it.
-            memory_values: [b, k, vdim], the tokens that values are projected from; by default `memory`.
-            mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**; floats are added to
-                the scores, as in scaled_dot_product_attention. Three axes, [b, q, k] or [H, q, k], are refused: add the
-                fourth.
-            key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a cache it covers the
-                cached keys too.
-            documents: integers [b, q]; a token sees only the tokens of its own document. Restart `positions` with each
-                document.
+            memory: [b, k, kdim], the tokens that cross-attention projects keys from. May be omitted
+                once `cache` holds it.
+            memory_values: [b, k, vdim], the tokens that values are projected from; by default
+                `memory`.
+            mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**;
+                floats are added to the scores, as in scaled_dot_product_attention. Three axes, [b,
+                q, k] or [H, q, k], are refused: add the fourth.
+            key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a
+                cache it covers the cached keys too.
+            documents: integers [b, q]; a token sees only the tokens of its own document. Restart
+                `positions` with each document.
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, ALiBi).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
-            cache: keys and values of earlier tokens; new ones are appended. In cross-attention the first call fills it
-                from `memory` and later calls read it. A memory that is passed again must be the same.
+            cache: keys and values of earlier tokens; new ones are appended. In cross-attention the
+                first call fills it from `memory` and later calls read it. A memory that is passed
+                again must be the same.
 
         Returns:
             [b, q, d].
@@ -100,12 +153,14 @@ class GroupedQueryAttention(GroupedProjections):
         if crossing:
             if self.causal or self.rotary is not None or documents is not None:
                 raise OptionError(
-                    "a memory, or a cache that holds one, is for cross-attention, which has no order of tokens: use a layer without "
+                    "a memory, or a cache that holds one, is for cross-attention, "
+                    "which has no order of tokens: use a layer without "
                     "causal and rotary, and give no documents"
                 )
             if memory is None and memory_values is not None:
                 raise OptionError(
-                    "memory_values are given without memory: give both, or neither to read the memory in the cache"
+                    "memory_values are given without memory: "
+                    "give both, or neither to read the memory in the cache"
                 )
             values = memory if memory_values is None else memory_values
             if cache is not None and cache.holds_memory:
@@ -124,7 +179,8 @@ class GroupedQueryAttention(GroupedProjections):
                 )
             if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
                 raise OptionError(
-                    f"documents are {list(documents.shape)}: give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
+                    f"documents are {list(documents.shape)}: "
+                    f"give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
                 )
             query, key, value = self.project(inputs, inputs, inputs)
         if self.rotary is not None:
@@ -133,13 +189,15 @@ class GroupedQueryAttention(GroupedProjections):
                 positions = torch.arange(cached, cached + queries, device=inputs.device)
             if positions.shape not in ((queries,), (1, queries), (batch, queries)):
                 raise OptionError(
-                    f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}"
+                    f"positions are {list(positions.shape)}: "
+                    f"give [batch, queries] = {[batch, queries]}"
                 )
             positions = positions.reshape(-1, queries)
             query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
         elif positions is not None:
             raise OptionError(
-                "positions are given, but the layer has no rotary embedding: omit them or set rotary"
+                "positions are given, but the layer has no rotary embedding: "
+                "omit them or set rotary"
             )
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
@@ -167,7 +225,8 @@ def _seen(key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> lis
         batch, _, keys, _ = key.shape
         if key_mask.is_floating_point() or key_mask.shape != (batch, keys):
             raise OptionError(
-                f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: give booleans, True where a key is a token, of "
+                f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: "
+                "give booleans, True where a key is a token, of "
                 f"[batch, keys] = {[batch, keys]}; floats that are added to the scores are a mask"
             )
         seen.append(key_mask.bool()[:, None, None])

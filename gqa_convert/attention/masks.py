@@ -12,14 +12,17 @@ Shape = tuple[int, int, int, int]
 """(b, H, q, k)"""
 
 Masks = tuple[Tensor | None, Tensor | None]
-"""The boolean mask, True where a query sees a key, and the floats to add to the scores, both [b|1, H|1, q|1, k]."""
+"""The boolean mask, True where a query sees a key, and the floats to add to the scores, both [b|1,
+H|1, q|1, k].
+"""
 
 
 def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
-    Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H, q, k] whenever b = H.
-    The keys' axis is not broadcast: a mask of length 1 there has left out the cached keys.
+    Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H,
+    q, k] whenever b = H. The keys' axis is not broadcast: a mask of length 1 there has left out the
+    cached keys.
 
     Args:
         name: of the argument, for errors.
@@ -32,8 +35,10 @@ def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     found = list(tensor.shape)
     if tensor.dim() == 3 and tensor.shape[0] != 1:
         raise OptionError(
-            f"{name} is {found}, and three axes could be [batch, queries, keys] or [heads, queries, keys]: pass {name}[:, None] for one per "
-            f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, heads)) for nn.MultiheadAttention's layout"
+            f"{name} is {found}, and three axes could be [batch, queries, keys] or [heads, "
+            f"queries, keys]: pass {name}[:, None] for one per "
+            f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, "
+            "heads)) for nn.MultiheadAttention's layout"
         )
     view = tensor[(None,) * (4 - tensor.dim())]
     has_keys = tensor.dim() in (2, 3, 4) and view.shape[3] == shape[3]
@@ -41,7 +46,8 @@ def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
         size not in (1, whole) for size, whole in zip(view.shape, shape, strict=True)
     ):
         raise OptionError(
-            f"{name} is {found}: give [queries, keys] or [batch, heads, queries, keys] = {list(shape)}, "
+            f"{name} is {found}: "
+            f"give [queries, keys] or [batch, heads, queries, keys] = {list(shape)}, "
             "where any axis but the keys' may be 1"
         )
     return view
@@ -62,19 +68,23 @@ def split_mask(mask: Tensor | None, bias: Tensor | None, shape: Shape) -> Masks:
         mask = to_scores("mask", mask, shape)
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise OptionError(
-                f"mask has type {mask.dtype}: give booleans, True where a query sees a key, or floats that are added to the scores"
+                f"mask has type {mask.dtype}: give booleans, True where a query sees a key, "
+                "or floats that are added to the scores"
             )
     if bias is not None:
         bias = to_scores("bias", bias, shape)
         if not bias.is_floating_point():
             raise OptionError(
-                f"bias has type {bias.dtype}: give floats that are added to the scores, or a boolean mask as mask"
+                f"bias has type {bias.dtype}: "
+                "give floats that are added to the scores, or a boolean mask as mask"
             )
     return combined(mask, bias)
 
 
 def combined(*masks: Tensor | None) -> Masks:
-    """The boolean masks as one that is True where all of them are, and the sum of the float masks; None without any."""
+    """The boolean masks as one that is True where all of them are, and the sum of the float masks;
+    None without any.
+    """
     mask: Tensor | None = None
     bias: Tensor | None = None
     for each in masks:

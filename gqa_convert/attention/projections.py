@@ -1,7 +1,8 @@
-"""The parameters of grouped-query attention: four projections, and how they come from those of nn.MultiheadAttention.
+"""The parameters of grouped-query attention: four projections, and how they come from those of
+nn.MultiheadAttention.
 
-Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values, in:
-embed_dim, kdim or vdim.
+Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e
+head_dim of the values, in: embed_dim, kdim or vdim.
 """
 
 from collections.abc import Collection
@@ -17,7 +18,8 @@ PROJECTIONS = ("q", "k", "v", "out")
 
 
 class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Projections to H query heads and to N key and value heads, and from the heads back to d features.
+    """Projections to H query heads and to N key and value heads, and from the heads back to d
+    features.
 
     Args:
         embed_dim: d, the features of inputs and outputs.
@@ -58,11 +60,13 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         groups = num_heads if groups is None else groups
         if num_heads < 1 or groups < 1 or num_heads % groups:
             raise GroupsError(
-                f"{num_heads} query heads cannot share {groups} key/value heads: give a divisor of {num_heads} as groups"
+                f"{num_heads} query heads cannot share {groups} key/value heads: "
+                f"give a divisor of {num_heads} as groups"
             )
         if head_dim is None and embed_dim % num_heads:
             raise OptionError(
-                f"embed_dim {embed_dim} is not divisible by {num_heads} heads: give one that is, or head_dim"
+                f"embed_dim {embed_dim} is not divisible by {num_heads} heads: "
+                "give one that is, or head_dim"
             )
         self.embed_dim, self.num_heads, self.groups = embed_dim, num_heads, groups
         self.dropout, self.batch_first = dropout, batch_first
@@ -78,7 +82,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         biased = set(PROJECTIONS if bias is True else bias or ())
         if unknown := biased - set(PROJECTIONS):
             raise OptionError(
-                f"no projection is named {', '.join(sorted(unknown))}: bias takes {', '.join(PROJECTIONS)}"
+                f"no projection is named {', '.join(sorted(unknown))}: "
+                f"bias takes {', '.join(PROJECTIONS)}"
             )
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
@@ -90,12 +95,15 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, groups={self.groups}, head_dim={self.head_dim}, batch_first={self.batch_first}"
+        names = ("num_heads", "groups", "head_dim", "batch_first")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def project(
         self, inputs: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch first."""
+        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch
+        first.
+        """
         return (
             split_heads(self.q_proj(inputs), self.num_heads),
             split_heads(self.k_proj(keys), self.groups),
@@ -112,7 +120,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         name: str = "the module",
         **options: Any,
     ) -> Self:
-        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it computes the same.
+        """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it
+        computes the same.
 
         Args:
             module: the source, which is not changed.
@@ -123,8 +132,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
 
         Raises:
             GroupsError: N does not divide the heads.
-            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or the method or an option is
-                invalid.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or the method
+                or an option is invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
         weight = module.out_proj.weight
@@ -143,23 +152,23 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         )
         if type(module) is not nn.MultiheadAttention:
             raise OptionError(
-                f"{name} is a {type(module).__name__}, which may compute something else: give an nn.MultiheadAttention"
+                f"{name} is a {type(module).__name__}, which may compute something else: "
+                "give an nn.MultiheadAttention"
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise OptionError(
-                f"{name} appends a key (add_bias_kv or add_zero_attn), which grouped-query attention does not support: train one without"
+                f"{name} appends a key (add_bias_kv or add_zero_attn), "
+                "which grouped-query attention does not support: train one without"
             )
         if method not in get_args(Merge):
             raise OptionError(
                 f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}"
             )
-        rows = {"weight": (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)}
-        for kind, part in (("bias", module.in_proj_bias), ("weight", module.in_proj_weight)):
-            if part is not None:
-                rows[kind] = part.chunk(3)
-        state = {
-            f"out_proj.{kind}": tensor for kind, tensor in module.out_proj.state_dict().items()
-        }
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+        rows = {"weight": weights if weights[0] is not None else module.in_proj_weight.chunk(3)}
+        if module.in_proj_bias is not None:
+            rows["bias"] = module.in_proj_bias.chunk(3)
+        state = {f"out_proj.{kind}": each for kind, each in module.out_proj.state_dict().items()}
         for kind, (query, key, value) in rows.items():
             state[f"q_proj.{kind}"] = query
             state[f"k_proj.{kind}"] = _merge_heads(key, module.num_heads, groups, method)
@@ -176,16 +185,18 @@ def split_heads(flat: Tensor, heads: int) -> Tensor:
 
 
 def _merge_heads(rows: Tensor, heads: int, groups: int, method: Merge) -> Tensor:
-    """[N * c, in] or [N * c] of [H * c, in] or [H * c]: one head per group of H / N neighbouring heads, their mean or the
-    first of them (Ainslie et al. 2023, section 2.1).
+    """[N * c, in] or [N * c] of [H * c, in] or [H * c]: one head per group of H / N neighbouring
+    heads, their mean or the first of them (Ainslie et al. 2023, section 2.1).
 
-    The mean is taken in float32 for half precision and in float64 for float32 and float64, then rounded once.
+    The mean is taken in float32 for half precision and in float64 for float32 and float64, then
+    rounded once.
     """
     if groups == heads:
         return rows
     if not torch.isfinite(rows).all():
         raise NonFiniteError(
-            "the keys' or values' projection holds NaN or Inf, which would spread to merged heads: repair the weights first"
+            "the keys' or values' projection holds NaN or Inf, "
+            "which would spread to merged heads: repair the weights first"
         )
     split = rows.unflatten(0, (groups, heads // groups, -1))
     wide = torch.float32 if rows.element_size() == 2 else torch.float64

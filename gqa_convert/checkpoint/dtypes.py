@@ -49,6 +49,7 @@ def rounded(array: Any, name: str, dtype: str) -> Any:
         found = array.astype(STORED[dtype])
     if np.isfinite(array).all() and not np.isfinite(found).all():
         raise NonFiniteError(
-            f"tensor {name} would hold numbers too large for {dtype}: save the model as bfloat16 or float32 first"
+            f"tensor {name} would hold numbers too large for {dtype}: "
+            "save the model as bfloat16 or float32 first"
         )
     return found

@@ -1,5 +1,5 @@
-"""The files of a checkpoint: in a local folder, or on the Hugging Face Hub, where headers are read through range requests and
-full downloads go through the Hub's cache.
+"""The files of a checkpoint: in a local folder, or on the Hugging Face Hub, where headers are read
+through range requests and full downloads go through the Hub's cache.
 """
 
 import glob
@@ -18,12 +18,14 @@ _RETRIES = 2
 
 @dataclass
 class LocalFiles:
-    """The files of a local folder, without hidden files, Python caches and a user's README that gave way to a card.
+    """The files of a local folder, without hidden files, Python caches and a user's README that
+    gave way to a card.
 
-    Links to files are followed where they stay inside the folder or lead to the files that the Hub's cache keeps for the
-    same repository. Other links may show any file of this machine, and they and links to folders are listed in
-    `links_out`. Weights and the config may be links to any place: what is read from them is numbers and a model's
-    description, and anything else is refused.
+    Links to files are followed where they stay inside the folder or lead to the files that the
+    Hub's cache keeps for the same repository. Other links may show any file of this machine, and
+    they and links to folders are listed in `links_out`. Weights and the config may be links to any
+    place: what is read from them is numbers and a model's description, and anything else is
+    refused.
 
     Attributes:
         folder: the folder.
@@ -40,19 +42,23 @@ class LocalFiles:
     unreachable: str | None = None
 
     def __post_init__(self) -> None:
-        folder = self.folder
         self.sizes: dict[str, int] = {}
-        links_out: list[str] = []
-        for root, folders, names in os.walk(folder, onerror=_refuse):
+        links_out = []
+        for root, folders, names in os.walk(self.folder, onerror=_refuse):
             folders[:] = sorted(
                 name for name in folders if not name.startswith(".") and name != "__pycache__"
             )
-            links = [path for path in (Path(root, name) for name in folders) if path.is_symlink()]
-            links_out += [f"{path.relative_to(folder)}/" for path in links]
-            for path in sorted(Path(root, name) for name in names if not name.startswith(".")):
-                relative = path.relative_to(folder).as_posix()
+            for name in folders:
+                path = Path(root, name)
+                if path.is_symlink():
+                    links_out.append(f"{path.relative_to(self.folder)}/")
+            for name in sorted(names):
+                path = Path(root, name)
+                relative = path.relative_to(self.folder).as_posix()
                 may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)
-                if not may_lie_elsewhere and leads_out(path, folder):
+                if name.startswith("."):
+                    continue
+                if not may_lie_elsewhere and leads_out(path, self.folder):
                     links_out.append(relative)
                 elif path.is_file():
                     self.sizes[relative] = path.stat().st_size
@@ -92,9 +98,11 @@ def _refuse(problem: OSError) -> NoReturn:
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Return whether a path below a folder is a link, or leads through links, to a file elsewhere or to a hidden one.
+    """Return whether a path below a folder is a link, or leads through links, to a file elsewhere
+    or to a hidden one.
 
-    The folder may be a snapshot in the Hub's cache, whose links lead to the `blobs` beside the snapshots.
+    The folder may be a snapshot in the Hub's cache, whose links lead to the `blobs` beside the
+    snapshots.
     """
     if not path.is_symlink():
         return False
@@ -107,7 +115,8 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 @dataclass
 class HubFiles:
-    """The files of a Hub repository at one commit, read by range requests. They are read as `LocalFiles` are.
+    """The files of a Hub repository at one commit, read by range requests. They are read as
+    `LocalFiles` are.
 
     Attributes:
         name: the repository's id.
@@ -178,7 +187,8 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
     """Return the files of a Hub id; without a network, those of a snapshot in the Hub's cache.
 
     Raises:
-        SourceNotFoundError: there is no such repository, revision or access, or no network and no cached snapshot.
+        SourceNotFoundError: there is no such repository, revision or access, or no network and no
+            cached snapshot.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -192,13 +202,10 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
         folder = None if was_answered else _cached_snapshot(repo_id, revision)
         if folder is None:
             raise _explained(repo_id, problem) from None
-        return LocalFiles(
-            folder, repo_id, folder.name, None if folder.name == revision else _detail(problem)
-        )
-    siblings = info.siblings or []
-    visible = {
-        item.rfilename: item.size or 0 for item in siblings if "/." not in f"/{item.rfilename}"
-    }
+        unreachable = None if folder.name == revision else _detail(problem)
+        return LocalFiles(folder, repo_id, folder.name, unreachable)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    visible = {name: size for name, size in sizes.items() if "/." not in f"/{name}"}
     return HubFiles(repo_id, revision, str(info.sha), visible)
 
 
@@ -208,9 +215,8 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except (
-        Exception
-    ) as problem:  # newer versions of huggingface_hub report an incomplete snapshot in this way
+    except Exception as problem:
+        # newer versions of huggingface_hub report an incomplete snapshot in this way
         path = getattr(problem, "snapshot_path", None)
         return Path(path) if path else None
 
@@ -224,18 +230,24 @@ def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
         RevisionNotFoundError,
     )
 
+    login = "log in with `hf auth login`"
     texts: dict[type[Exception], str] = {
-        HFValidationError: "is neither a local folder nor a Hub id of the form org/name: check the path",
-        GatedRepoError: "is gated: accept its terms on the Hub and log in with `hf auth login`",
-        RepositoryNotFoundError: "is neither a local folder nor a Hub repository that you can access: check the name, or "
-        "log in with `hf auth login`",
+        HFValidationError: (
+            "is neither a local folder nor a Hub id of the form org/name: check the path"
+        ),
+        GatedRepoError: f"is gated: accept its terms on the Hub and {login}",
+        RepositoryNotFoundError: (
+            "is neither a local folder nor a Hub repository that you can access: "
+            f"check the name, or {login}"
+        ),
         RevisionNotFoundError: "has no such revision on the Hub: check --revision",
-        Exception: f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): check the path and the "
-        "network, try again later, or log in with `hf auth login`",
+        Exception: (
+            f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): "
+            f"check the path and the network, try again later, or {login}"
+        ),
     }
-    return SourceNotFoundError(
-        f"{repo_id} {next(texts[kind] for kind in texts if isinstance(problem, kind))}"
-    )
+    text = next(texts[kind] for kind in texts if isinstance(problem, kind))
+    return SourceNotFoundError(f"{repo_id} {text}")
 
 
 def _detail(problem: Exception) -> str:

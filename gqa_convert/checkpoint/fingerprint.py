@@ -1,4 +1,6 @@
-"""The fingerprint by which results of a checkpoint are known to be its own, wherever its folder lies."""
+"""The fingerprint by which results of a checkpoint are known to be its own, wherever its folder
+lies.
+"""
 
 import hashlib
 import zipfile
@@ -10,18 +12,22 @@ from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
 from gqa_convert.errors import CorruptCheckpointError
 
 SCHEME = "v2-"
-"""How a fingerprint begins: records of earlier results have others, which say nothing about these."""
+"""How a fingerprint begins: records of earlier results have others, which say nothing about these.
+"""
 _ZIP_HEADER = 160
 """Bytes that lie in front of a tensor in a zip archive, at most."""
 _SAMPLE_BYTES, _PARTS = 4096, 16
-"""Of the middle of every tensor in a fingerprint: two models of one architecture have files of equal names and sizes."""
+"""Of the middle of every tensor in a fingerprint: two models of one architecture have files of
+equal names and sizes.
+"""
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A SHA-256, behind `SCHEME`, by which results of the same checkpoint are known, whatever its folder is called.
+    """A SHA-256, behind `SCHEME`, by which results of the same checkpoint are known, whatever its
+    folder is called.
 
-    It covers config.json, the record of a conversion, the index of the weights, and each weight file's name, size and
-    a sample of every tensor; the model card and the tokenizer do not count.
+    It covers config.json, the record of a conversion, the index of the weights, and each weight
+    file's name, size and a sample of every tensor; the model card and the tokenizer do not count.
 
     Args:
         checkpoint: in a local folder.
@@ -57,7 +63,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _parts(path: Path, shard: Shard) -> list[tuple[int, int]]:
-    """The start and the bytes of what is sampled: the header and each tensor, or equal parts where their places are unknown."""
+    """The start and the bytes of what is sampled: the header and each tensor, or equal parts where
+    their places are unknown.
+    """
     if path.suffix == ".safetensors":
         tensors = [(entry.start, entry.nbytes) for entry in shard.tensors.values()]
         return [(0, tensors[0][0] if tensors else shard.size), *tensors]

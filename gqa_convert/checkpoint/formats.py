@@ -1,4 +1,6 @@
-"""The formats of weights: which set of files is read, and which formats are refused, such as quantised weights."""
+"""The formats of weights: which set of files is read, and which formats are refused, such as
+quantised weights.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -19,8 +21,8 @@ _WEIGHTS = re.compile(
     r"adapter_config\.json|.*\.ckpt\..*|.*\.(safetensors|bin)\.index(\..*)?\.json"
     r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|distcp|npz|nemo|mlmodel)"
 )
-"""The names of weights in any format, adapters with their configs, and training state: none of them may lie beside
-converted weights.
+"""The names of weights in any format, adapters with their configs, and training state: none of them
+may lie beside converted weights.
 """
 _WEIGHT_FOLDERS = re.compile(r"(original|onnx|coreml|openvino|metal|global_step[^/]*)/")
 
@@ -33,16 +35,19 @@ _WRAPPED = re.compile(
 """What the names of tensors inside a wrapper hold."""
 
 _QUANTISED = re.compile(
-    r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale|weight_packed|absmax"
-    r"|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
+    r"\.(qweight|qzeros|scales|g_idx|SCB|weight_scale|weight_scale_inv|weight_scale_2|input_scale"
+    r"|weight_packed|absmax|quant_map|quant_state\.[\w.]+|weight_format|codebooks)$"
 )
 _BYTES = re.compile(r"(weight|_blocks|_scales)$")
 
-_ORIGINAL = "convert the unquantised checkpoint that it was made from, or one that transformers has dequantised"
+_ORIGINAL = (
+    "convert the unquantised checkpoint that it was made from, "
+    "or one that transformers has dequantised"
+)
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether the file at this relative path holds weights or training state, in any format."""
+    """Whether the file at this relative path holds weights or training state, in any format."""
     return bool(_WEIGHTS.fullmatch(name.rpartition("/")[2]) or _WEIGHT_FOLDERS.match(name))
 
 
@@ -55,13 +60,14 @@ def choose_weights(files: Iterable[str], where: str) -> str:
 
     Raises:
         SourceNotFoundError: there are no weights at all, or they are in subfolders.
-        UnsupportedFormatError: there is an adapter. Beside a whole model, transformers with peft would load the adapter's
-            base model instead.
+        UnsupportedFormatError: there is an adapter. Beside a whole model, transformers with peft
+            would load the adapter's base model instead.
     """
     names = sorted(files)
     if _ADAPTER in names:
         raise UnsupportedFormatError(
-            f"{where} holds an adapter ({_ADAPTER}): merge it into its base model (peft's merge_and_unload), save that with its tokenizer, "
+            f"{where} holds an adapter ({_ADAPTER}): merge it into its base model (peft's "
+            "merge_and_unload), save that with its tokenizer, "
             "and convert it; or, to convert a model without it, move adapter_* to another folder"
         )
     for name in PREFERENCE:
@@ -73,12 +79,16 @@ def choose_weights(files: Iterable[str], where: str) -> str:
             f"{where} holds no weights itself: name a subfolder that does, such as {folders[-1]}"
         )
     raise SourceNotFoundError(
-        f"{where} holds no weights that transformers loads by default (none of {', '.join(PREFERENCE)}): name the folder that save_pretrained wrote, or finish the download"
+        f"{where} holds no weights that transformers loads by default (none of "
+        f"{', '.join(PREFERENCE)}): "
+        "name the folder that save_pretrained wrote, or finish the download"
     )
 
 
 def quantisation_method(config: Config) -> str | None:
-    """The method by which a config, or a config inside it, says that the weights are quantised; None if none does."""
+    """The method by which a config, or a config inside it, says that the weights are quantised;
+    None if none does.
+    """
     mlx = config.get("quantization")
     by_mlx = mlx if isinstance(mlx, Mapping) and "bits" in mlx else None
     for described in (config.get("quantization_config"), config.get("compression_config"), by_mlx):
@@ -93,7 +103,9 @@ def quantisation_method(config: Config) -> str | None:
 
 
 def refuse_quantised_config(config: Config, source: str) -> None:
-    """Raise UnsupportedFormatError if the config of a checkpoint, or a config inside it, describes quantised weights."""
+    """Raise UnsupportedFormatError if the config of a checkpoint, or a config inside it, describes
+    quantised weights.
+    """
     method = quantisation_method(config)
     if method is not None:
         raise UnsupportedFormatError(
@@ -102,16 +114,20 @@ def refuse_quantised_config(config: Config, source: str) -> None:
 
 
 def refuse_tensor(name: str, dtype: str, where: str) -> None:
-    """Raise UnsupportedFormatError if a tensor's name has the prefix of a wrapper, which transformers would not find, or if
-    its name or dtype marks quantised weights that no config describes.
+    """Raise UnsupportedFormatError if a tensor's name has the prefix of a wrapper, which
+    transformers would not find, or if its name or dtype marks quantised weights that no config
+    describes.
     """
     if _WRAPPED.search(name):
         raise UnsupportedFormatError(
-            f"{where} holds tensor {name}, which a wrapper has named (PEFT, DistributedDataParallel, DeepSpeed, torch.compile or FSDP) and transformers "
-            "does not find: save the model inside (merge_and_unload, accelerate's unwrap_model) with save_pretrained, and convert that"
+            f"{where} holds tensor {name}, which a wrapper has named (PEFT, "
+            "DistributedDataParallel, DeepSpeed, torch.compile or FSDP) and transformers "
+            "does not find: save the model inside (merge_and_unload, "
+            "accelerate's unwrap_model) with save_pretrained, and convert that"
         )
     is_byte = dtype != "BOOL" and bits_per_element(dtype) <= 8
     if _QUANTISED.search(name) or (is_byte and _BYTES.search(name)):
         raise UnsupportedFormatError(
-            f"{where} holds quantised weights (tensor {name}, type {dtype}), which config.json does not describe: {_ORIGINAL}"
+            f"{where} holds quantised weights (tensor {name}, type {dtype}), "
+            f"which config.json does not describe: {_ORIGINAL}"
         )

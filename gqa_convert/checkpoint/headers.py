@@ -1,7 +1,8 @@
 """Read safetensors headers by the safetensors library, and write them byte for byte as it does.
 
-A file consists of 8 bytes of header length (little-endian), the header (JSON) and the tensors' bytes, which follow one
-another without gaps. The library reads whole files; here it is given a header alone, as it comes from the Hub.
+A file consists of 8 bytes of header length (little-endian), the header (JSON) and the tensors'
+bytes, which follow one another without gaps. The library reads whole files; here it is given a
+header alone, as it comes from the Hub.
 """
 
 import json
@@ -26,14 +27,16 @@ ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
 def bits_per_element(dtype: str) -> int:
-    """The first number in the name of a safetensors dtype, such as BF16, F8_E4M3 or I64; 8 for BOOL."""
+    """The first number in the name of a safetensors dtype, such as BF16, F8_E4M3 or I64; 8 for
+    BOOL.
+    """
     return 8 if dtype == "BOOL" else int(re.findall("[0-9]+", dtype)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The dtype and the shape of a tensor, and where it begins, counted from the start of the file, if it has a place in
-    one yet.
+    """The dtype and the shape of a tensor, and where it begins, counted from the start of the file,
+    if it has a place in one yet.
     """
 
     dtype: str
@@ -50,7 +53,8 @@ class TensorEntry:
 
 
 def header_bytes(first_bytes: bytes, file_size: int) -> int:
-    """How many bytes to read of a file for its length field and its header; no header where that would be too long.
+    """How many bytes to read of a file for its length field and its header; no header where that
+    would be too long.
 
     Args:
         first_bytes: the first 8 of the file.
@@ -74,7 +78,8 @@ def parse_header(
         The tensors by name, in the order of their bytes in the file, and the metadata.
 
     Raises:
-        CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the file exactly.
+        CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the
+            file exactly.
     """
     tensors = {}
     start = len(raw)
@@ -91,7 +96,8 @@ def parse_header(
         except SafetensorError as problem:
             detail = str(problem).removeprefix("Error while deserializing header: ")
             raise CorruptCheckpointError(
-                f"{where} is truncated, or has a damaged header ({detail}): download or copy the file again"
+                f"{where} is truncated, or has a damaged header ({detail}): "
+                "download or copy the file again"
             ) from None
     # the library gives tensors without numbers in any order
     ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes, item[0]))
@@ -104,14 +110,15 @@ def build_header(
     *,
     data_start_modulo: tuple[int, int] = (0, 8),
 ) -> bytes:
-    """Return the 8 length bytes and the header of a new file whose tensors follow one another without gaps.
+    """Return the 8 length bytes and the header of a new file whose tensors follow one another
+    without gaps.
 
     Args:
         tensors: by name, in file order; wherever they lie in another file.
         metadata: the `__metadata__` map; omitted if empty.
-        data_start_modulo: (remainder, modulus) that the offset of the first data byte must satisfy. The header is
-            padded with spaces until it does. To share blocks, a filesystem needs the remainder of the source modulo
-            its block size.
+        data_start_modulo: (remainder, modulus) that the offset of the first data byte must satisfy.
+            The header is padded with spaces until it does. To share blocks, a filesystem needs the
+            remainder of the source modulo its block size.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0

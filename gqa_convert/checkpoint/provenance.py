@@ -1,6 +1,7 @@
 """`gqa_conversion.json`, the record in every converted checkpoint: parts of it, and how it is read.
 
-`conversion.run` writes it. `verify` reads the file by itself, since it must not trust what wrote it.
+`conversion.provenance` writes it. `verify` reads the file by itself, since it must not trust what
+wrote it.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ class BeforeAfter:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(source || result) in nats per token, of the weights as they are published, in float32, on text that decided
-    nothing: before and after the stage that trains all layers together; equal where it changed nothing.
+    """KL(source || result) in nats per token, of the weights as they are published, in float32, on
+    text that decided nothing: before and after the stage that trains all layers together; equal
+    where it changed nothing.
     """
 
     before: float
@@ -65,7 +67,8 @@ class CalibrationRecord(Result):
 
 
 def earlier_record(checkpoint: Checkpoint) -> JsonObject | None:
-    """The record in a local checkpoint that this program made, as its file has it; None without one.
+    """The record in a local checkpoint that this program made, as its file has it; None without
+    one.
 
     Raises:
         CorruptCheckpointError: the file cannot be read.

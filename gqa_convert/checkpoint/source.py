@@ -1,4 +1,6 @@
-"""Open a checkpoint: read its config, the headers of its weight files and the list of its other files, but no weight."""
+"""Open a checkpoint: read its config, the headers of its weight files and the list of its other
+files, but no weight.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -79,7 +81,9 @@ class Checkpoint:
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     """How the tensors come from that checkpoint's, until they are written."""
     tokenizer_defaults: Mapping[str, str] = field(default_factory=dict)
-    """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of this form has not."""
+    """Values of tokenizer_config.json that the source's tokenizer class has by default, and that of
+    this form has not.
+    """
     rewriting_notes: tuple[str, ...] = ()
     """Sentences on what is rewritten, and how it differs."""
 
@@ -111,11 +115,13 @@ class Checkpoint:
         links = self.files.links_out
         if links:
             notes.append(
-                f"links to folders and links that lead out of the folder are not copied: {some(links)}"
+                "links to folders and links that lead out of the folder are not copied: "
+                f"{some(links)}"
             )
         if self.files.unreachable is not None:
             notes.append(
-                f"the Hub was not asked for the newest commit of {self.source_id} ({self.files.unreachable}): the files are those of commit "
+                f"the Hub was not asked for the newest commit of {self.source_id} "
+                f"({self.files.unreachable}): the files are those of commit "
                 f"{self.revision} in its cache"
             )
         return notes
@@ -148,52 +154,61 @@ def open_checkpoint(
     Args:
         source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
-        download: download the whole checkpoint into the Hub's cache, so that `folder` is set. Otherwise only the config,
-            the index and the tensor headers of a remote checkpoint are read, through range requests; `.bin` files have no
-            headers that could be read first, and are downloaded in any case.
+        download: download the whole checkpoint into the Hub's cache, so that `folder` is set.
+            Otherwise only the config, the index and the tensor headers of a remote checkpoint are
+            read, through range requests; `.bin` files have no headers that could be read first, and
+            are downloaded in any case.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
         ConfigError: `config.json` is missing or no JSON object.
-        CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts itself.
-        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint, a GGUF file or another foreign format.
+        CorruptCheckpointError: a weight file or the index is missing, truncated or contradicts
+            itself.
+        UnsupportedFormatError: quantised weights, an adapter, a training checkpoint, a GGUF file or
+            another foreign format.
     """
     try:
         path = Path(source).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, RuntimeError) as problem:  # too long, no permission, no such user
         raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
+    if exists and not is_folder:
+        raise SourceNotFoundError(
+            f"{source} is a file: name the folder that holds config.json and the weights"
+        )
     if is_folder and revision is not None:
         raise SourceNotFoundError(
             f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
         )
     if is_folder:
         return read_checkpoint(LocalFiles(path, expanded(source)))
-    if exists:
-        raise SourceNotFoundError(
-            f"{source} is a file: name the folder that holds config.json and the weights"
-        )
-    return read_checkpoint(open_hub_files(str(source), revision), download=download)
+    opened = read_checkpoint(open_hub_files(str(source), revision))
+    return download_checkpoint(opened) if download else opened
 
 
 def download_checkpoint(opened: Checkpoint) -> Checkpoint:
-    """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers were read.
+    """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers
+    were read.
 
     Args:
         opened: by `open_checkpoint`.
     """
-    return opened if opened.folder else read_checkpoint(opened.files, download=True)
+    if isinstance(opened.files, LocalFiles):
+        return opened
+    return read_checkpoint(opened.files.download(opened.left_behind))
 
 
 def open_local(
     source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]
 ) -> Checkpoint:
-    """Open a checkpoint as a local folder, and download a remote one only after its headers have passed a check.
+    """Open a checkpoint as a local folder, and download a remote one only after its headers have
+    passed a check.
 
     Args:
         source: as for `open_checkpoint`.
         revision: branch, tag or commit on the Hub.
-        check: called with a remote checkpoint before the download; an exception prevents the download.
+        check: called with a remote checkpoint before the download; an exception prevents the
+            download.
     """
     opened = open_checkpoint(source, revision=revision)
     if opened.folder is None:
@@ -201,53 +216,27 @@ def open_local(
     return download_checkpoint(opened)
 
 
-def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkpoint:
-    """Read and check the config and all headers of the checkpoint in `files`; raises as `open_checkpoint` does."""
-    if files.folder is not None:
-        for name, size in files.sizes.items():
-            if (
-                "/" not in name
-                and size < _POINTER_BYTES
-                and files.read(name, size).startswith(_LFS_POINTER)
-            ):
-                raise CorruptCheckpointError(
-                    f"{files.name}/{name} is only a Git LFS pointer to its content: fetch the files with `git lfs pull`, or download "
-                    "the repository with `hf download`"
-                )
+def read_checkpoint(files: CheckpointFiles) -> Checkpoint:
+    """Read and check the config and all headers of the checkpoint in `files`; raises as
+    `open_checkpoint` does.
+    """
+    if isinstance(files, LocalFiles):
+        _refuse_pointers(files)
+    # the files of the weights, which say more about a folder that is no checkpoint than the config
     chosen = formats.choose_weights(files.sizes, files.name)
-    if CONFIG not in files.sizes:
-        raise ConfigError(
-            f"{files.name} has no config.json: name the folder that save_pretrained wrote"
-        )
-    config = parse_object(
-        files.read(CONFIG, files.sizes[CONFIG]), f"{files.name}/{CONFIG}", ConfigError
-    )
-    for kind, words, keys in _KINDS:
-        for key in keys:
-            if not isinstance(config.get(key), kind | None):
-                raise ConfigError(
-                    f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, expected {words}: correct it"
-                )
-    for key in ("dtype", "torch_dtype"):
-        if f"torch.{config.get(key, 'float32')}" not in TORCH and config[key] is not None:
-            raise ConfigError(
-                f"{files.name}/{CONFIG} has {key!r}: {config[key]!r}, which from_pretrained does not know: write the type of the "
-                "weights there, such as bfloat16"
-            )
-    formats.refuse_quantised_config(config, files.name)
+    config = _read_config(files)
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
-    read = {chosen, *names}
-    left_behind = tuple(
-        sorted(name for name in files.sizes if formats.is_weight_file(name) and name not in read)
-    )
+    read = {CONFIG, chosen, *names}
+    others = [name for name in files.sizes if name not in read]
+    left_behind = tuple(sorted(filter(formats.is_weight_file, others)))
     is_torch = names[0].endswith(".bin")
-    if isinstance(files, HubFiles) and (download or is_torch):
-        files = files.download(left_behind)
+    if is_torch and isinstance(files, HubFiles):  # which have no headers
+        return read_checkpoint(files.download(left_behind))
     with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
-        shards = list(pool.map(partial(_read_shard, files), names))
+        shards = tuple(pool.map(partial(_read_shard, files), names))
     _check_tensors(files.name, shards, weight_map)
     return Checkpoint(
         source_id=files.name,
@@ -255,16 +244,54 @@ def read_checkpoint(files: CheckpointFiles, *, download: bool = False) -> Checkp
         folder=files.folder,
         config=config,
         weights_format="torch" if is_torch else "safetensors",
-        shards=tuple(shards),
+        shards=shards,
         index_metadata=metadata,
-        carried=tuple(name for name in files.sizes if name not in {CONFIG, *read, *left_behind}),
+        carried=tuple(name for name in others if name not in left_behind),
         left_behind=left_behind,
         files=files,
     )
 
 
+def _refuse_pointers(files: LocalFiles) -> None:
+    """Raise CorruptCheckpointError for what a clone without Git LFS leaves in place of a file."""
+    for name, size in files.sizes.items():
+        is_small = "/" not in name and size < _POINTER_BYTES
+        if is_small and files.read(name, size).startswith(_LFS_POINTER):
+            raise CorruptCheckpointError(
+                f"{files.name}/{name} is only a Git LFS pointer to its content: "
+                "fetch the files with `git lfs pull`, or download the repository with `hf download`"
+            )
+
+
+def _read_config(files: CheckpointFiles) -> JsonObject:
+    """Read config.json, and check the keys that this package reads whatever the model type."""
+    where = f"{files.name}/{CONFIG}"
+    if CONFIG not in files.sizes:
+        raise ConfigError(
+            f"{files.name} has no config.json: name the folder that save_pretrained wrote"
+        )
+    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), where, ConfigError)
+    for kind, words, keys in _KINDS:
+        for key in keys:
+            if not isinstance(config.get(key), kind | None):
+                raise ConfigError(
+                    f"{where} has {key!r}: {config[key]!r}, expected {words}: correct it"
+                )
+    for key in ("dtype", "torch_dtype"):
+        stated = config.get(key)
+        if stated is not None and f"torch.{stated}" not in TORCH:
+            raise ConfigError(
+                f"{where} has {key!r}: {stated!r}, which from_pretrained does not know: "
+                "write the type of the weights there, such as bfloat16"
+            )
+    formats.refuse_quantised_config(config, files.name)
+    return config
+
+
 def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], JsonObject]:
-    """Return the file of each tensor, which is checked to be in the folder, and the index's metadata."""
+    """Return the file of each tensor, which is checked to be in the folder, and the index's
+    metadata.
+    """
     where = f"{files.name}/{name}"
     suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
     index = parse_object(files.read(name, files.sizes[name]), where)
@@ -274,11 +301,13 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     for tensor, file in weight_map.items():
         if "/" in str(file) or not str(file).endswith(suffix):
             raise CorruptCheckpointError(
-                f"{where} maps tensor {tensor!r} to {file!r}, which is not a {suffix} file in this folder: download the index again"
+                f"{where} maps tensor {tensor!r} to {file!r}, "
+                f"which is not a {suffix} file in this folder: download the index again"
             )
         if file not in files.sizes:
             raise CorruptCheckpointError(
-                f"{files.name}/{file} is missing, although {name} names it: finish the download (`hf download` resumes), or copy it again"
+                f"{files.name}/{file} is missing, although {name} names it: "
+                "finish the download (`hf download` resumes), or copy it again"
             )
     return weight_map, metadata
 
@@ -295,8 +324,12 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     return Shard(file, size, tensors, metadata, modified_ns)
 
 
-def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] | None) -> None:
-    """Check that every tensor occurs once, in the file that the index names, and is neither wrapped nor quantised."""
+def _check_tensors(
+    source: str, shards: tuple[Shard, ...], weight_map: dict[str, str] | None
+) -> None:
+    """Check that every tensor occurs once, in the file that the index names, and is neither wrapped
+    nor quantised.
+    """
     file_of: dict[str, str] = {}
     for shard in shards:
         where = f"{source}/{shard.file}"
@@ -304,11 +337,13 @@ def _check_tensors(source: str, shards: list[Shard], weight_map: dict[str, str] 
             formats.refuse_tensor(name, entry.dtype, where)
             if name in file_of:
                 raise CorruptCheckpointError(
-                    f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: remove one"
+                    f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: "
+                    "remove one"
                 )
             file_of[name] = shard.file
     if weight_map is not None and weight_map != file_of:
         name, file = sorted(weight_map.items() ^ file_of.items())[0]
         raise CorruptCheckpointError(
-            f"{source}: the index and the weight files disagree on tensor {name!r} in {file}: download or copy all of them again"
+            f"{source}: the index and the weight files disagree on tensor {name!r} in {file}: "
+            "download or copy all of them again"
         )

@@ -30,7 +30,8 @@ class SourceFile(io.FileIO):
                 done = os.preadv(self.fileno(), [view], start)
             except OSError as problem:
                 raise CorruptCheckpointError(
-                    f"{self.name} cannot be read ({problem.strerror}): check the disk, or copy the file again"
+                    f"{self.name} cannot be read ({problem.strerror}): "
+                    "check the disk, or copy the file again"
                 ) from None
             if done == 0:
                 raise self.ended()
@@ -39,12 +40,14 @@ class SourceFile(io.FileIO):
     def ended(self) -> CorruptCheckpointError:
         """The error for a file that is shorter than its header says."""
         return CorruptCheckpointError(
-            f"{self.name} became shorter while it was being read: copy it again, and do not write to it during a conversion"
+            f"{self.name} became shorter while it was being read: "
+            "copy it again, and do not write to it during a conversion"
         )
 
 
 class SourceFiles(ExitStack):
-    """The weight files of a local checkpoint, each opened when it is first used, as a context that closes them.
+    """The weight files of a local checkpoint, each opened when it is first used, as a context that
+    closes them.
 
     Tensors of a source in another form are computed when they are read.
     """
@@ -69,8 +72,8 @@ class SourceFiles(ExitStack):
         return self._opened[number]
 
     def locate(self, name: str) -> tuple[SourceFile, TensorEntry] | None:
-        """The file that holds a tensor's bytes, and its entry in the header; None for one that torch reads, or that is
-        computed.
+        """The file that holds a tensor's bytes, and its entry in the header; None for one that
+        torch reads, or that is computed.
         """
         recipe = self._checkpoint.recipes.get(name, Recipe((name,), None))
         if self._stored.weights_format == "torch" or recipe.compute:
@@ -91,7 +94,8 @@ class SourceFiles(ExitStack):
         array = recipe.compute(dtype, *map(self._read_cached, recipe.sources))
         if not np.isfinite(array).all():
             raise NonFiniteError(
-                f"tensor {recipe.sources[0]} holds NaN or Inf, or {name} would: repair the checkpoint first"
+                f"tensor {recipe.sources[0]} holds NaN or Inf, or {name} would: "
+                "repair the checkpoint first"
             )
         return array
 
@@ -122,6 +126,7 @@ class SourceFiles(ExitStack):
             ) from None
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
             raise CorruptCheckpointError(
-                f"{path} has changed since its header was read: do not write to the source during a conversion, and try again"
+                f"{path} has changed since its header was read: "
+                "do not write to the source during a conversion, and try again"
             )
         return path

@@ -1,7 +1,8 @@
-"""Read `pytorch_model.bin` files, whose tensors torch maps into memory or, in the format before torch 1.6, loads.
+"""Read `pytorch_model.bin` files, whose tensors torch maps into memory or, in the format before
+torch 1.6, loads.
 
-`torch.load` under FakeTensorMode yields their types and shapes without reading a weight, and `weights_only=True` prevents
-a pickle from running code.
+`torch.load` under FakeTensorMode yields their types and shapes without reading a weight, and
+`weights_only=True` prevents a pickle from running code.
 """
 
 import zipfile
@@ -26,7 +27,8 @@ def load_tensors(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except Exception as problem:  # torch raises its own, pickle's, zip's and OSError alike
         raise CorruptCheckpointError(
-            f"{path} cannot be read as plain tensors ({type(problem).__name__}): the file is damaged or holds code, which is never run"
+            f"{path} cannot be read as plain tensors ({type(problem).__name__}): "
+            "the file is damaged or holds code, which is never run"
         ) from None
     if not isinstance(state, dict):
         raise UnsupportedFormatError(
@@ -40,14 +42,17 @@ def load_tensors(path: Path) -> dict[str, Any]:
         ):
             found = f"{tensor.dtype}, {tensor.layout}" if is_tensor else type(tensor).__name__
             raise UnsupportedFormatError(
-                f"{path} holds {name!r} ({found}), and only named, dense tensors of usual types can be read: save "
+                f"{path} holds {name!r} ({found}), and only named, "
+                "dense tensors of usual types can be read: save "
                 "model.state_dict() of the unquantised model"
             )
     return state
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether the tensors' bytes lie in the file as in memory: not in the older format, nor compressed."""
+    """Whether the tensors' bytes lie in the file as in memory: not in the older format, nor
+    compressed.
+    """
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

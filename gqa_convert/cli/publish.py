@@ -51,9 +51,9 @@ def publish(
     from huggingface_hub.utils import disable_progress_bars
 
     from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json, say
-    from gqa_convert.hub.markup import printable
-    from gqa_convert.hub.options import PublishOptions
+    from gqa_convert.errors import printable
     from gqa_convert.hub.publishing import Publication, publish
+    from gqa_convert.hub.repository import PublishOptions
 
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -1,4 +1,6 @@
-"""The model card: its metadata, the text that `card.md.jinja` makes, and the OUT/README.md that it replaces."""
+"""The model card: its metadata, the text that `card.md.jinja` makes, and the OUT/README.md that it
+replaces.
+"""
 
 import hashlib
 import json
@@ -6,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.errors import OptionError, PublishError
-from gqa_convert.hub.converted import Converted
+from gqa_convert.errors import OptionError, PublishError, printable
 from gqa_convert.hub.licenses import find_license, reminders
-from gqa_convert.hub.markup import printable, render
+from gqa_convert.hub.markup import render
 from gqa_convert.hub.measured import eval_results, read_measured
-from gqa_convert.hub.options import PublishOptions
+from gqa_convert.hub.provenance import Converted
+from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
 from gqa_convert.runtime.json_objects import JsonObject
@@ -26,24 +28,116 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 """Keys of the source's front matter that hold for the result too."""
 
 
-def read_readme(folder: Path) -> str | None:
+def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
+    """The text of the card, and warnings for the publisher. A README.md that the user wrote or
+    edited is the card.
+
+    Raises:
+        OptionError: an option would change such a file.
+        PublishError: the README.md is no text, or the record lacks something.
+        ReportError: a file of results can't be read.
+    """
+    from huggingface_hub import ModelCardData
+    from jinja2 import UndefinedError
+
+    readme = _read_readme(model)
+    if readme is not None and not _may_be_replaced(model, readme):
+        _refuse_useless_options(model, options)
+        kept = (
+            f"{CARD} was written or edited by you and stays as it is; move it away for a new card"
+        )
+        return readme, [kept]
+    stated = _stated_by_source(model, readme or "")
+    license_ = find_license(stated, options.license)
+    warnings = reminders(license_, options.name)
+    if not license_.inherited and "license" in stated:
+        warnings.append(
+            f"--license {license_.id} replaces {stated['license']}, "
+            "which the source's README.md states"
+        )
+    base_id, revision = model.base_model
+    if options.base_model not in (None, base_id):
+        base_id, revision = options.base_model, None
+    if base_id is None:
+        warnings.append(
+            "it is not known whether the source is on the Hub: if it is, give --base-model"
+        )
+    measured, left_out = read_measured(options.results, model)
+    kind = "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"
+    tags = ["gqa-convert", kind, *(["uptrained"] if model.trainings else [])]
+    task = _TASKS.get(model.auto_class)
+    results = eval_results(measured, task or "text2text-generation")
+    front = ModelCardData(
+        base_model=base_id,
+        base_model_relation="finetune" if base_id else None,
+        library_name="transformers",
+        pipeline_tag=task,
+        language=stated.get("language"),
+        license=license_.id,
+        license_name=license_.name,
+        license_link=license_.link,
+        model_name=options.name if results else None,
+        eval_results=results or None,
+        tags=tags,
+    ).to_yaml(line_break="\n")
+    context = {
+        "options": options,
+        "model": model,
+        "base": (base_id, revision),
+        "license": license_,
+        "measured": measured,
+        "methods": METHODS,
+    }
+    try:
+        body = render(_TEMPLATE, context)
+    except UndefinedError as problem:
+        raise PublishError(
+            f"{PROVENANCE} lacks what a card states ({problem}): convert again"
+        ) from None
+    # what the source states is kept in a comment, since the card replaces the only file that says
+    # it
+    kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
+    return signed(f"---\n{front}\n---\n", kept, body), [*warnings, *left_out]
+
+
+def _read_readme(model: Converted) -> str | None:
     """The text of OUT/README.md, None if there is none.
 
     Raises:
         PublishError: the file is no text.
     """
-    path = folder / CARD
-    if not path.is_symlink() and not path.exists():
-        return None
+    path = model.folder / CARD
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8") if path.is_symlink() or path.exists() else None
     except (OSError, ValueError) as problem:
         raise PublishError(f"{path} can't be read as text ({problem}): move it away") from None
 
 
-def stated_by_source(model: Converted, text: str) -> JsonObject:
-    """Licence and languages that the source states, in its README or in the comment of the card that replaced
-    it; nothing if there is neither.
+def _may_be_replaced(model: Converted, readme: str) -> bool:
+    """Whether a README.md is a card of this program, or came with the source."""
+    digest = hashlib.sha256(readme.encode()).hexdigest()
+    return is_our_card(readme) or model.record.written.get(CARD, {}).get("sha256") == digest
+
+
+def _refuse_useless_options(model: Converted, options: PublishOptions) -> None:
+    """Raise OptionError for an option that would change a README.md of the user."""
+    asked = {
+        "--results": options.results,
+        "--base-model": options.base_model,
+        "--license": options.license,
+    }
+    for name, value in asked.items():
+        if value:
+            raise OptionError(
+                f"{model.folder / CARD} was written or edited by you and stays as it is, "
+                f"so {name} would change nothing: "
+                "leave it out, or move the file away for a new card"
+            )
+
+
+def _stated_by_source(model: Converted, text: str) -> JsonObject:
+    """Licence and languages that the source states, in its README or in the comment of the card
+    that replaced it; nothing if there is neither.
     """
     match = MARKER.search(text)
     found = json.loads(match[1]) if match else _front_matter(text)
@@ -58,8 +152,8 @@ def stated_by_source(model: Converted, text: str) -> JsonObject:
 
 
 def _front_matter(text: str) -> Any:
-    """The front matter of a README, in which every value is a word: `no` is Norwegian, not false. None if it can't be
-    read.
+    """The front matter of a README, in which every value is a word: `no` is Norwegian, not false.
+    None if it can't be read.
     """
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -69,87 +163,3 @@ def _front_matter(text: str) -> Any:
         return block and yaml.load(block[2], yaml.BaseLoader)
     except yaml.YAMLError:
         return None
-
-
-def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
-    """The text of the card, and warnings for the publisher. A README.md that the user wrote or edited is the card.
-
-    Raises:
-        OptionError: an option would change such a file.
-        PublishError: the README.md is no text, or the record lacks something.
-        ReportError: a file of results can't be read.
-    """
-    from huggingface_hub import ModelCardData
-    from jinja2 import UndefinedError
-
-    readme = read_readme(model.folder)
-    digest = hashlib.sha256((readme or "").encode()).hexdigest()
-    came_with_source = model.record.written.get(CARD, {}).get("sha256") == digest
-    if readme is not None and not is_our_card(readme) and not came_with_source:
-        asked = {
-            "--results": options.results,
-            "--base-model": options.base_model,
-            "--license": options.license,
-        }
-        for name, value in asked.items():
-            if value:
-                raise OptionError(
-                    f"{model.folder / CARD} was written or edited by you and stays as it is, so {name} would change nothing: "
-                    f"leave it out, or move the file away for a new card"
-                )
-        return readme, [
-            f"{CARD} was written or edited by you and stays as it is; move it away for a new card"
-        ]
-    stated = stated_by_source(model, readme or "")
-    chosen = find_license(stated, options.license)
-    warnings = reminders(chosen, options.name)
-    if not chosen.inherited and "license" in stated:
-        warnings.append(
-            f"--license {chosen.id} replaces {stated['license']}, which the source's README.md states"
-        )
-    base_id, revision = model.base_model
-    if options.base_model not in (None, base_id):
-        base_id, revision = options.base_model, None
-    if base_id is None:
-        warnings.append(
-            "it is not known whether the source is on the Hub: if it is, give --base-model"
-        )
-    measured, left_out = read_measured(options.results, model)
-    tags = [
-        "gqa-convert",
-        "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention",
-    ]
-    if model.trainings:
-        tags.append("uptrained")
-    task = _TASKS.get(model.auto_class)
-    results = eval_results(measured, task or "text2text-generation")
-    front = ModelCardData(
-        base_model=base_id,
-        base_model_relation="finetune" if base_id else None,
-        library_name="transformers",
-        pipeline_tag=task,
-        language=stated.get("language"),
-        license=chosen.id,
-        license_name=chosen.name,
-        license_link=chosen.link,
-        model_name=options.name if results else None,
-        eval_results=results or None,
-        tags=tags,
-    ).to_yaml(line_break="\n")
-    context = {
-        "options": options,
-        "model": model,
-        "base": (base_id, revision),
-        "license": chosen,
-        "measured": measured,
-        "methods": METHODS,
-    }
-    # what the source states is kept in a comment, since the card replaces the only file that says it
-    kept = json.dumps(stated).replace("<", r"\u003c").replace(">", r"\u003e")
-    try:
-        body = render(_TEMPLATE, context)
-    except UndefinedError as problem:
-        raise PublishError(
-            f"{PROVENANCE} lacks what a card states ({problem}): convert again"
-        ) from None
-    return signed(f"---\n{front}\n---\n", kept, body), [*warnings, *left_out]

@@ -1,4 +1,6 @@
-"""Licences: what the source states, and what some licences require of those who publish a changed model."""
+"""Licences: what the source states, and what some licences require of those who publish a changed
+model.
+"""
 
 import re
 import tomllib
@@ -12,8 +14,8 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _BUILT_WITH: dict[str, tuple[str, str]] = _TABLES["built_with"]
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
 _UNKNOWN = (
-    "no licence is known: without one the model may not be used, and the source's terms may forbid publishing it; find "
-    "them, and give --license"
+    "no licence is known: without one the model may not be used, and the source's terms may forbid "
+    "publishing it; find them, and give --license"
 )
 
 
@@ -39,7 +41,8 @@ class License:
 
 
 def find_license(stated: JsonObject, given: str | None) -> License:
-    """The licence that the user gives, or else that of the source; several licences at once are not understood.
+    """The licence that the user gives, or else that of the source; several licences at once are not
+    understood.
 
     Args:
         stated: by the source.
@@ -62,7 +65,8 @@ def reminders(of: License, name: str) -> list[str]:
         prefix = _BUILT_WITH[of.id][1]
         if not re.sub(r"[_.-]", "", name).lower().startswith(prefix.replace(" ", "").lower()):
             found.append(
-                f"licence {of.id}: the model's name must begin with {prefix!r}, and {name!r} does not"
+                f"licence {of.id}: "
+                f"the model's name must begin with {prefix!r}, and {name!r} does not"
             )
     text = next(
         text for pattern, text in _TABLES["reminders"].items() if re.fullmatch(pattern, of.id)

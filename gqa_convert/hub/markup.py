@@ -1,6 +1,7 @@
 """Markdown from names and texts of files that may hold anything: nothing in them becomes markup.
 
-`ModelCard.from_template` of huggingface_hub renders undefined names as nothing and escapes no value; `render` does both.
+`ModelCard.from_template` of huggingface_hub renders undefined names as nothing and escapes no
+value; `render` does both.
 """
 
 import html
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gqa_convert.errors import printable
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.measuring.tables import number
 from gqa_convert.runtime.messages import size
@@ -59,20 +61,15 @@ def _plain(value: Any) -> Any:
 
 
 def fenced(text: str, language: str) -> Markdown:
-    """The text as a code block. None of its lines may begin with a backtick; those of `shell` do not."""
+    """The text as a code block. None of its lines may begin with a backtick; those of `shell` do
+    not.
+    """
     return Markdown(f"```{language}\n{text}\n```")
 
 
 def shell(command: Sequence[str]) -> str:
     """A command as a shell takes it."""
     return shlex.join(map(printable, command))
-
-
-def printable(text: str) -> str:
-    """The text with every unprintable character escaped: names from files may hold control characters."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def significant(value: float | None, error: float | None = None) -> str:

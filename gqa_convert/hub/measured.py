@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.hub.converted import Converted
-from gqa_convert.hub.names import PublicNames
+from gqa_convert.hub.provenance import Converted, PublicNames
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 from gqa_convert.runtime.paths import local_path
@@ -45,9 +44,10 @@ def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
         data, answers = each.file.data, each.ours.retrieval
         for key, (metric, name) in _METRICS.items():
             value = getattr(each.ours, key)
-            if data is not None and value is not None:
-                split = data.revision and data.split  # files have none
-                shown = EvalResult(
+            if data is None or value is None:
+                continue
+            found.append(
+                EvalResult(
                     task,
                     data.source,
                     data.source,
@@ -55,10 +55,10 @@ def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
                     value,
                     metric_name=name,
                     dataset_config=data.name,
-                    dataset_split=split,
+                    dataset_split=data.revision and data.split,  # files have none
                     dataset_revision=data.revision,
                 )
-                found.append(shown)
+            )
         if answers:
             found.append(
                 EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found)
@@ -67,7 +67,8 @@ def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
 
 
 def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluated], list[str]]:
-    """Read files of results, and keep those of a checkpoint; returns them, and warnings on files that are left out.
+    """Read files of results, and keep those of a checkpoint; returns them, and warnings on files
+    that are left out.
 
     Raises:
         ReportError: a file can't be read, or holds no results.
@@ -80,7 +81,8 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
         ours, source = scores.get(own), scores.get(of_source)
         if ours is None:
             warnings.append(
-                f"{path} is left out: it measured other models than {model.folder} as it is now; measure again"
+                f"{path} is left out: "
+                f"it measured other models than {model.folder} as it is now; measure again"
             )
             continue
         content = file.as_json()

@@ -1,22 +1,32 @@
-"""Publishes a checkpoint: checks everything, writes the card, uploads, and compares the files on the Hub."""
+"""Publishes a checkpoint: checks everything, writes the card, uploads, and compares the files on
+the Hub.
+"""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.errors import OutputError
+from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
-from gqa_convert.hub.converted import open_converted
-from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.repository import HashedFile, Repository, find_changes, hash_file, refuse_token
+from gqa_convert.hub.provenance import Converted, open_converted
+from gqa_convert.hub.repository import HashedFile, PublishOptions, Repository
 from gqa_convert.measuring import Progress, no_progress
+from gqa_convert.publishing import ownership
 from gqa_convert.publishing.atomic_files import write_whole
 from gqa_convert.publishing.ownership import CARD
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.runtime.messages import some
 from gqa_convert.runtime.paths import local_path
+
+_SMALL_BYTES = 32 << 20
+"""Files up to this size are searched for access tokens and have git's hash too: the Hub knows all
+larger ones by SHA-256.
+"""
+_TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +35,8 @@ class Publication(Result):
 
     Attributes:
         repo_id, url: the place on the Hub.
-        private: None where a new repository is as its organisation has it, or where that was not looked up.
+        private: None where a new repository is as its organisation has it, or where that was not
+            looked up.
         commit: on the Hub; None in a dry run and before the upload.
         files: what is sent.
         card: the file of the model card.
@@ -61,21 +72,22 @@ def publish(
         on_checked: called with what will be sent before anything is.
 
     Raises:
-        GQAConvertError: one of its subclasses; before the card is written unless it is an UploadError.
+        GQAConvertError: one of its subclasses; before the card is written unless it is an
+            UploadError.
     """
     from huggingface_hub import get_token
 
     model = open_converted(local_path(out))
     card, warnings = make_card(model, options)
     token = get_token()
-    refuse_token("the model card", card.encode(), token)
+    _refuse_token("the model card", card.encode(), token)
     repository = None if dry_run else Repository(options, token)
     private = repository.read(model.files) if repository else options.private or None
     files = []
     for name in model.files:
-        files.append(hash_file(model.folder, name, token))
+        files.append(_hash_file(model.folder, name, token))
         on_progress("hashing", len(files), len(model.files))
-    warnings += find_changes(model, files)
+    warnings += [*_changes(model, files), *_notes(model)]
     path = model.folder / CARD
     try:
         write_whole(path, card.encode())
@@ -83,18 +95,7 @@ def publish(
         raise OutputError(
             f"{path} can't be written ({problem.strerror}): make room, or the folder writable"
         ) from None
-    files.append(hash_file(model.folder, CARD, token))
-    if model.names.local:
-        named = next(iter(model.names.local))
-        warnings.append(
-            f"{PROVENANCE} is published too and names folders of this machine: {named}; the card does not"
-        )
-    if links := model.checkpoint.files.links_out:
-        warnings.append(f"not sent, as links that lead out of the folder: {some(links)}")
-    if model.untracked:
-        warnings.append(
-            f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}"
-        )
+    files.append(_hash_file(model.folder, CARD, token))
     publication = Publication(
         repo_id=options.repo_id,
         url=options.url,
@@ -109,3 +110,73 @@ def publish(
         return publication
     message = f"Upload a conversion to {heads_text(model.record.groups)} K/V heads per layer"
     return replace(publication, commit=repository.upload(model.folder, files, message))
+
+
+def _refuse_token(where: str, content: bytes, token: str | None) -> None:
+    """Raise PublishError for an access token of the Hub: the user's, or one that is known by its
+    form.
+    """
+    if _TOKEN.search(content) or (token and token.encode() in content):
+        raise PublishError(
+            f"{where} holds an access token of the Hub: "
+            "take it out of what was recorded, and revoke it"
+        )
+
+
+def _hash_file(folder: Path, name: str, token: str | None) -> HashedFile:
+    """Read a file, and refuse it if it holds an access token."""
+    from huggingface_hub.utils.sha import git_hash
+
+    path = folder / name
+    content = path.read_bytes() if path.stat().st_size <= _SMALL_BYTES else b""
+    if not is_weight_file(name):
+        _refuse_token(str(path), content, token)
+    return HashedFile(name, **ownership.hash_file(path), git_blob=git_hash(content))
+
+
+def _changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
+    """Warnings about files that changed since convert or uptrain wrote them, and about weights of
+    which that is unknown.
+
+    Raises:
+        PublishError: weights have changed.
+    """
+    changed, unknown = [], []
+    for file in files:
+        written = model.record.written.get(file.path)
+        if written is None or written.get("sha256") == file.sha256:
+            continue
+        if "sha256" not in written:
+            unknown.append(file.path)
+        elif is_weight_file(file.path):
+            raise PublishError(
+                f"{model.folder / file.path} has changed since it was written: "
+                "convert or copy it again"
+            )
+        else:
+            changed.append(file.path)
+    warnings = []
+    if changed:
+        warnings.append(f"changed since the conversion: {some(changed)}")
+    if unknown:
+        warnings.append(
+            f"{some(unknown)}: their hashes were not recorded, so changes since then would go "
+            f"unnoticed: check with gqa-convert verify {model.folder} --source SOURCE"
+        )
+    return warnings
+
+
+def _notes(model: Converted) -> list[str]:
+    """What the publisher may not expect: folders that the record names, and files that stay."""
+    notes = []
+    if model.names.local:
+        named = next(iter(model.names.local))
+        notes.append(
+            f"{PROVENANCE} is published too and names folders of this machine: {named}; "
+            "the card does not"
+        )
+    if links := model.checkpoint.files.links_out:
+        notes.append(f"not sent, as links that lead out of the folder: {some(links)}")
+    if model.untracked:
+        notes.append(f"not sent, as neither convert nor uptrain wrote it: {some(model.untracked)}")
+    return notes

@@ -1,6 +1,4 @@
-"""The repository on the Hub, and the files of an upload: hashes, secrets in them, and what has changed since they were
-written.
-"""
+"""The repository on the Hub: what the user asks of it, its state, and the upload."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,24 +9,68 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.formats import is_weight_file
-from gqa_convert.errors import InterruptedRunError, PublishError, UploadError
-from gqa_convert.hub.converted import Converted
-from gqa_convert.hub.options import PublishOptions
-from gqa_convert.publishing import ownership
+from gqa_convert.errors import InterruptedRunError, OptionError, PublishError, UploadError
+from gqa_convert.hub.licenses import LICENSE_ID
 from gqa_convert.runtime.messages import some
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+_NAME = r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_REPO_ID = re.compile(f"{_NAME}/{_NAME}", re.ASCII)
+HUB_ID = re.compile(f"{_NAME}(?:/{_NAME})?", re.ASCII)
+_TIMEOUT_SECONDS = 30
 
 
-_SMALL_BYTES = 32 << 20
-"""Files up to this size are searched for access tokens and have git's hash too: the Hub knows all larger ones by SHA-256."""
-_TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
+@dataclass(frozen=True)
+class PublishOptions:
+    """Where a checkpoint goes, and what its folder does not say of it.
+
+    Attributes:
+        repo_id: of the form org/name.
+        private: create a new repository as private.
+        results: files of evaluate.
+        base_model: id on the Hub of the model that it was made from.
+        license: identifier of the Hub.
+
+    Raises:
+        OptionError: a name is malformed.
+    """
+
+    repo_id: str
+    private: bool = False
+    results: Sequence[Path] = ()
+    base_model: str | None = None
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        _check("--repo-id", self.repo_id, _REPO_ID, "org/name")
+        _check("--base-model", self.base_model, HUB_ID, "org/name")
+        _check("--license", self.license, LICENSE_ID, "apache-2.0, llama2 or other")
+
+    @property
+    def url(self) -> str:
+        """The address of the repository."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo_id}"
+
+    @property
+    def name(self) -> str:
+        """The repository's name without its owner."""
+        return self.repo_id.partition("/")[2]
+
+
+def _check(option: str, value: str | None, pattern: re.Pattern[str], example: str) -> None:
+    if value is not None and not pattern.fullmatch(value):
+        raise OptionError(f"{option} {value!r} is no name on the Hub: write it like {example}")
 
 
 @dataclass(frozen=True)
 class HashedFile:
-    """A file, with the hash by which the Hub knows large files (SHA-256) and that of small ones (git's)."""
+    """A file, with the hash by which the Hub knows large files (SHA-256) and that of small ones
+    (git's).
+    """
 
     path: str
     bytes: int
@@ -37,68 +79,9 @@ class HashedFile:
 
     def is_same(self, remote: "RepoSibling") -> bool:
         """Whether the Hub holds this content."""
-        here, there = (
-            (self.sha256, remote.lfs.sha256) if remote.lfs else (self.git_blob, remote.blob_id)
-        )
-        return bool(here == there)
-
-
-def hash_file(folder: Path, name: str, token: str | None) -> HashedFile:
-    """Read a file, and refuse it if it holds an access token of the Hub: the user's, or one that is known by its form.
-
-    Raises:
-        PublishError: it holds a token.
-    """
-    from huggingface_hub.utils.sha import git_hash
-
-    path = folder / name
-    content = path.read_bytes() if path.stat().st_size <= _SMALL_BYTES else b""
-    if not is_weight_file(name):
-        refuse_token(str(path), content, token)
-    return HashedFile(name, **ownership.hash_file(path), git_blob=git_hash(content))
-
-
-def refuse_token(where: str, content: bytes, token: str | None) -> None:
-    """Raises:
-    PublishError: the content holds an access token of the Hub.
-    """
-    if _TOKEN.search(content) or (token and token.encode() in content):
-        raise PublishError(
-            f"{where} holds an access token of the Hub: take it out of what was recorded, and revoke it"
-        )
-
-
-def find_changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
-    """Warnings about files that changed since convert or uptrain wrote them, and about weights of which that is unknown.
-
-    Raises:
-        PublishError: weights have changed.
-    """
-    changed, unknown = [], []
-    for file in files:
-        written = model.record.written.get(file.path)
-        if written is None or written.get("sha256") == file.sha256:
-            continue
-        if "sha256" not in written:
-            unknown.append(file.path)
-        elif is_weight_file(file.path):
-            raise PublishError(
-                f"{model.folder / file.path} has changed since it was written: convert or copy it again"
-            )
-        else:
-            changed.append(file.path)
-    warnings = []
-    if changed:
-        warnings.append(f"changed since the conversion: {some(changed)}")
-    if unknown:
-        warnings.append(
-            f"{some(unknown)}: their hashes were not recorded, so changes since then would go unnoticed: check "
-            f"with gqa-convert verify {model.folder} --source SOURCE"
-        )
-    return warnings
-
-
-_TIMEOUT_SECONDS = 30
+        if remote.lfs:
+            return bool(remote.lfs.sha256 == self.sha256)
+        return bool(remote.blob_id == self.git_blob)
 
 
 class Repository:
@@ -117,12 +100,16 @@ class Repository:
 
         if token is None:
             raise PublishError(
-                "you are not logged in to the Hub: run `hf auth login` with a write token, or try --dry-run"
+                "you are not logged in to the Hub: run `hf auth login` with a write token, "
+                "or try --dry-run"
             )
         self._options, self._token, self._api = options, token, HfApi()
+        # None: as the organisation has it
+        self._private = options.private or None
 
     def read(self, names: Sequence[str]) -> bool | None:
-        """Return whether the repository is private; None for a new one that will be as its organisation has it.
+        """Return whether the repository is private; None for a new one that will be as its
+        organisation has it.
 
         Args:
             names: files that it may get. Other weights in it could be loaded in place of them.
@@ -135,53 +122,59 @@ class Repository:
 
         with self._explained("nothing was sent: try again later"):
             try:
-                info = self._api.model_info(
-                    self._options.repo_id, files_metadata=True, timeout=_TIMEOUT_SECONDS
-                )
+                info = self._info(revision=None)
             except RepositoryNotFoundError:
-                return self._options.private or None
-        if self._options.private and not info.private:
+                return self._private
+        if self._private and not info.private:
             raise PublishError(
-                f"{self._options.url} exists and is public: make it private on the Hub, or leave --private out"
+                f"{self._options.url} exists and is public: "
+                "make it private on the Hub, or leave --private out"
             )
         there = {item.rfilename for item in info.siblings or []}
         other = sorted(filter(is_weight_file, there.difference(names)))
         if other:
             raise PublishError(
-                f"{self._options.url} holds weights of another model, {some(other)}: delete them there, or name another repository"
+                f"{self._options.url} holds weights of another model, {some(other)}: "
+                "delete them there, or name another repository"
             )
         return bool(info.private)
 
     def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> str:
-        """Create the repository if it is missing, upload files that the Hub does not have yet, and compare what it then
-        holds with what was hashed.
+        """Create the repository if it is missing, upload files that the Hub does not have yet, and
+        compare what it then holds with what was hashed.
 
         Returns:
             The commit.
 
         Raises:
-            UploadError: the Hub can't be reached or refuses, and the same command resumes the upload; or a file is
-                missing there or has other content.
+            UploadError: the Hub can't be reached or refuses, and the same command resumes the
+                upload; or a file is missing there or has other content.
         """
         repo_id = self._options.repo_id
         with self._explained("run the same command again: uploaded files are not sent twice"):
-            # None: as the organisation has it
-            self._api.create_repo(repo_id, private=self._options.private or None, exist_ok=True)
+            self._api.create_repo(repo_id, private=self._private, exist_ok=True)
             patterns = [escape(file.path) for file in files]
             commit = self._api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=patterns, commit_message=message
             )
         with self._explained("the files were sent but could not be compared"):
-            info = self._api.model_info(
-                repo_id, revision=commit.oid, files_metadata=True, timeout=_TIMEOUT_SECONDS
-            )
+            info = self._info(commit.oid)
         arrived = {item.rfilename: item for item in info.siblings or []}
         for file in files:
             if file.path not in arrived or not file.is_same(arrived[file.path]):
                 raise UploadError(
-                    f"{self._options.url} holds another {file.path} than the one that was checked, or none: do not change the folder, and publish again"
+                    f"{self._options.url} holds another {file.path} than the one that was checked, "
+                    "or none: do not change the folder, and publish again"
                 )
         return str(commit.oid)
+
+    def _info(self, revision: str | None) -> "ModelInfo":
+        return self._api.model_info(
+            self._options.repo_id,
+            revision=revision,
+            files_metadata=True,
+            timeout=_TIMEOUT_SECONDS,
+        )
 
     @contextmanager
     def _explained(self, advice: str) -> Iterator[None]:
@@ -195,11 +188,8 @@ class Repository:
                 f"stopped during a request to {self._options.url}; {advice}"
             ) from None
         except Exception as problem:
-            if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (
-                401,
-                403,
-                404,
-            ):
+            status = problem.response.status_code if isinstance(problem, HfHubHTTPError) else None
+            if status in (401, 403, 404):
                 advice = "log in with `hf auth login` and a token that may write there"
             text = str(problem).replace(self._token, "***")
             # without passwords and signatures in addresses

@@ -21,7 +21,7 @@ class _Stored(Result, BaseModel):
 
 
 class _Measurement(_Stored):
-    """What every file begins with; see `checkpoint.machine.measurement`, which makes these fields."""
+    """What every file begins with; see `runtime.machine.measurement`, which makes these fields."""
 
     format_version: Literal[1] = 1
     created: str

@@ -13,15 +13,17 @@ from gqa_convert.runtime.json_objects import JsonObject
 
 @contextlib.contextmanager
 def atomic_file(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A context that yields a file to write; `path` is replaced when the context ends without an error.
+    """A context that yields a file to write; `path` is replaced when the context ends without an
+    error.
 
     Args:
         path: of the result.
-        temporary: the name until then, in the same folder; by default `.NAME.new`. Processes that write the same file
-            at the same time need different names.
+        temporary: the name until then, in the same folder; by default `.NAME.new`. Processes that
+            write the same file at the same time need different names.
 
     Raises:
-        OSError: the file can't be written; `path` keeps its content, and the temporary file is removed.
+        OSError: the file can't be written; `path` keeps its content, and the temporary file is
+            removed.
     """
     temporary = temporary or path.with_name(f".{path.name}.new")
     try:
@@ -43,7 +45,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: JsonObject) -> None:
-    """Replace a file with indented JSON in one step; half a surrogate pair is written as JSON escapes it."""
+    """Replace a file with indented JSON in one step; half a surrogate pair is written as JSON
+    escapes it.
+    """
     write_whole(
         path,
         (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(
@@ -53,7 +57,9 @@ def write_json(path: Path, value: JsonObject) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk; some filesystems refuse to sync folders."""
+    """Wait until a file or a folder's entries are on the disk; some filesystems refuse to sync
+    folders.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

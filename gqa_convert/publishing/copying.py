@@ -1,8 +1,9 @@
-"""Copy byte ranges from file to file: as shared disk blocks where the filesystem can, else from the source's pages.
+"""Copy byte ranges from file to file: as shared disk blocks where the filesystem can, else from the
+source's pages.
 
-Whole blocks of large files are written past the page cache. Of 1 GB this took 0.27 s instead of `cp`'s 0.55 from a warm
-cache, 0.65 instead of 0.75 from a cold one, and no processor time. On XFS, which shares blocks, a conversion took 0.24 of
-the time of a copy.
+Whole blocks of large files are written past the page cache. Of 1 GB this took 0.27 s instead of
+`cp`'s 0.55 from a warm cache, 0.65 instead of 0.75 from a cold one, and no processor time. On XFS,
+which shares blocks, a conversion took 0.24 of the time of a copy.
 """
 
 import errno
@@ -16,10 +17,14 @@ from contextlib import ExitStack, suppress
 from gqa_convert.checkpoint.source_files import SourceFile
 
 BLOCK = 4096
-"""Bytes. Filesystems share blocks, and disks write past the page cache, in units of this size or of a divisor of it."""
+"""Bytes. Filesystems share blocks, and disks write past the page cache, in units of this size or of
+a divisor of it.
+"""
 
 LARGE = 16 << 20
-"""Bytes. Smaller files are written through the page cache: they take no time, and their readers find them there."""
+"""Bytes. Smaller files are written through the page cache: they take no time, and their readers
+find them there.
+"""
 
 _SMALL = 1 << 20
 """Bytes. Shorter ranges are copied through the page cache."""
@@ -35,8 +40,8 @@ Progress = Callable[[int], None]
 
 
 class WrittenFile(ExitStack):
-    """A new file that is written from front to back, as a context. Once it ends without an error, all bytes are on the
-    disk.
+    """A new file that is written from front to back, as a context. Once it ends without an error,
+    all bytes are on the disk.
 
     Args:
         path: a path that does not exist.
@@ -71,11 +76,12 @@ class WrittenFile(ExitStack):
     def copy(self, source: SourceFile, start: int, nbytes: int) -> None:
         """Append a byte range of another file.
 
-        Where the range begins at the same place of a block in both files, its whole blocks are shared, or written past the
-        page cache.
+        Where the range begins at the same place of a block in both files, its whole blocks are
+        shared, or written past the page cache.
 
         Raises:
-            CorruptCheckpointError: the source ends too early, for example because it was truncated during the copy.
+            CorruptCheckpointError: the source ends too early, for example because it was truncated
+                during the copy.
             OSError: writing failed.
         """
         end = start + nbytes

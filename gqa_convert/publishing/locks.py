@@ -1,4 +1,6 @@
-"""Locks between processes (`flock`). The kernel drops a lock when its holder closes the file or dies."""
+"""Locks between processes (`flock`). The kernel drops a lock when its holder closes the file or
+dies.
+"""
 
 import contextlib
 import fcntl

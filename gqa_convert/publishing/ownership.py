@@ -1,10 +1,11 @@
-"""Decide which files this program wrote and may replace; all other files belong to the user and are never deleted or
-overwritten.
+"""Decide which files this program wrote and may replace; all other files belong to the user and are
+never deleted or overwritten.
 
-The record in every result lists the files that were written with it, with their SHA-256. Weights that a method streams
-from disk to disk are not hashed, because that would take longer than the conversion. For them, the record has the time
-of the last change of the file's inode, which the system sets and nobody can set back: a file that was copied or moved
-here, or written to, has another one. A file that is not proven to be the listed one belongs to the user.
+The record in every result lists the files that were written with it, with their SHA-256. Weights
+that a method streams from disk to disk are not hashed, because that would take longer than the
+conversion. For them, the record has the time of the last change of the file's inode, which the
+system sets and nobody can set back: a file that was copied or moved here, or written to, has
+another one. A file that is not proven to be the listed one belongs to the user.
 
 `publish` writes a model card later; a signature in it shows whether it was edited since.
 """
@@ -25,19 +26,21 @@ WRITTEN = "written"
 
 CARD = "README.md"
 MARKER = re.compile(
-    r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), sha256 ([0-9a-f]{64}) -->\n",
+    r"^<!-- written by gqa-convert publish from a source that states (\{.*\}), "
+    r"sha256 ([0-9a-f]{64}) -->\n",
     re.MULTILINE,
 )
 
 
 def list_written(folder: Path, result: JsonObject | None) -> dict[str, JsonObject]:
-    """Return the record's list of files in a new result: the size and SHA-256 of each, or for weights whose hash is not
-    known the size and the time of the last change.
+    """Return the record's list of files in a new result: the size and SHA-256 of each, or for
+    weights whose hash is not known the size and the time of the last change.
 
     Args:
-        folder: the complete result without the record, which is written last. Its weights are closed and do not change
-            any more.
-        result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their hashes are known.
+        folder: the complete result without the record, which is written last. Its weights are
+            closed and do not change any more.
+        result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their
+            hashes are known.
     """
     known = {} if result is None else result["files"]
     listed = {}
@@ -88,7 +91,9 @@ def _raise(problem: OSError) -> NoReturn:
 
 
 def _read_listed(folder: Path) -> JsonObject:
-    """Return the files that the record of a result lists, by name; none if there is no readable record."""
+    """Return the files that the record of a result lists, by name; none if there is no readable
+    record.
+    """
     record = folder / RECORD
     try:
         listed = (
@@ -133,4 +138,7 @@ def signed(front: str, stated: str, body: str) -> str:
         body: the text below the front matter.
     """
     digest = hashlib.sha256(f"{front}{stated}{body}".encode("utf-8", "surrogateescape")).hexdigest()
-    return f"{front}<!-- written by gqa-convert publish from a source that states {stated}, sha256 {digest} -->\n{body}"
+    return (
+        f"{front}<!-- written by gqa-convert publish from a source that states {stated}, "
+        f"sha256 {digest} -->\n{body}"
+    )

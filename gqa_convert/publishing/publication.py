@@ -1,8 +1,8 @@
 """Publish a folder atomically: it appears whole or not at all.
 
-The work happens in a temporary sibling of the result. A lock file beside it, whose lock the kernel drops when the
-process dies, says that the run lives. Publication syncs the folders and renames the sibling. The next run removes what
-dead runs left, and never what belongs to a live one.
+The work happens in a temporary sibling of the result. A lock file beside it, whose lock the kernel
+drops when the process dies, says that the run lives. Publication syncs the folders and renames the
+sibling. The next run removes what dead runs left, and never what belongs to a live one.
 """
 
 import ctypes
@@ -29,8 +29,9 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
     """Refuse a result folder in which files would be lost or mixed. An empty folder is accepted.
 
     Raises:
-        OutputError: `out` holds a result (without `overwrite`) or files that this program did not write; it is a file, a
-            link or a mount point; it is the source, or one lies within the other.
+        OutputError: `out` holds a result (without `overwrite`) or files that this program did not
+            write; it is a file, a link or a mount point; it is the source, or one lies within the
+            other.
     """
     try:
         real = Path(os.path.realpath(out))
@@ -38,7 +39,8 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
             origin = source.resolve()
             if real.is_relative_to(origin) or origin.is_relative_to(real):
                 raise OutputError(
-                    f"{out} is the source {source}, lies inside it or contains it: name another folder"
+                    f"{out} is the source {source}, lies inside it or contains it: "
+                    "name another folder"
                 )
             links = (path for path in source.rglob("*") if path.is_symlink())
             if out.is_dir() and any(path.resolve().is_relative_to(real) for path in links):
@@ -53,15 +55,19 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
             raise OutputError(f"{out} is a file: name a folder")
         if any(real.iterdir()) and not overwrite:
             raise OutputError(
-                f"{out} exists already: name a new folder, or replace an earlier result with --overwrite"
+                f"{out} exists already: "
+                "name a new folder, or replace an earlier result with --overwrite"
             )
         if foreign := foreign_files(real):
             raise OutputError(
-                f"{out} exists already and holds files that gqa-convert did not write or that were changed or copied there later ({some(foreign)}): name a new folder, or move them away"
+                f"{out} exists already and holds files that gqa-convert did not write or that "
+                f"were changed or copied there later ({some(foreign)}): "
+                "name a new folder, or move them away"
             )
         if os.path.ismount(real):
             raise OutputError(
-                f"{out} is a mount point, which cannot be replaced as a whole: name a new folder in it"
+                f"{out} is a mount point, which cannot be replaced as a whole: "
+                "name a new folder in it"
             )
     except OSError as problem:
         raise _explained(problem, out) from None
@@ -94,11 +100,13 @@ class StagedFolder:
     """The sibling."""
 
     def publish(self, *, overwrite: bool) -> None:
-        """Give the folder its final name in one step. Its files must be synced already; folders are synced here.
+        """Give the folder its final name in one step. Its files must be synced already; folders are
+        synced here.
 
         Raises:
             OutputError: another file or folder has appeared at `out`.
-            OSError: the same, at the last moment; or the filesystem cannot exchange an earlier result for this one.
+            OSError: the same, at the last moment; or the filesystem cannot exchange an earlier
+                result for this one.
         """
         for root, _, _ in os.walk(self.path):
             sync(Path(root))
@@ -109,7 +117,8 @@ class StagedFolder:
             try:
                 if foreign := foreign_files(self.path):
                     raise OutputError(
-                        f"{self.out} received new files during the run ({some(foreign)}): move them away, or name a new folder"
+                        f"{self.out} received new files during the run ({some(foreign)}): "
+                        "move them away, or name a new folder"
                     )
             except BaseException:
                 _exchange(self.path, self.out)
@@ -120,14 +129,15 @@ class StagedFolder:
             sync(self.out.parent)
         except OSError as problem:
             raise OutputError(
-                f"{self.out} is complete, but the disk has not confirmed its name ({problem.strerror}): check the disk"
+                f"{self.out} is complete, but the disk has not confirmed its name "
+                f"({problem.strerror}): check the disk"
             ) from None
 
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[StagedFolder]:
-    """A context with a new, locked, temporary sibling of `out`, after a sweep. At the end it goes, unless it was published;
-    the earlier result goes then.
+    """A context with a new, locked, temporary sibling of `out`, after a sweep. At the end it goes,
+    unless it was published; the earlier result goes then.
 
     An OSError that leaves the context becomes a NoSpaceError or an OutputError.
     """
@@ -169,15 +179,18 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     path = Path(str(problem.filename or out))
     if not path.is_relative_to(out.parent):
         return OutputError(
-            f"{path} cannot be read or written ({detail}), and nothing was left at {out}: check its disk"
+            f"{path} cannot be read or written ({detail}), and nothing was left at {out}: "
+            "check its disk"
         )
     if is_disk_full(problem):
         return NoSpaceError(
-            f"the disk or quota of {out.parent} is full and nothing was written: free some space, or name a folder on another disk"
+            f"the disk or quota of {out.parent} is full and nothing was written: "
+            "free some space, or name a folder on another disk"
         )
     at = f" at {problem.filename}" if problem.filename else ""
     return OutputError(
-        f"{out} cannot be written ({detail}{at}) and nothing was left there: check the disk, or name another folder"
+        f"{out} cannot be written ({detail}{at}) and nothing was left there: "
+        "check the disk, or name another folder"
     )
 
 

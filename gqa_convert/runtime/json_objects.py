@@ -1,4 +1,6 @@
-"""JSON objects: read from files, where everything else is an error that names the file, and made of results."""
+"""JSON objects: read from files, where everything else is an error that names the file, and made of
+results.
+"""
 
 import json
 from collections.abc import Mapping
@@ -49,7 +51,7 @@ _PLAIN: TypeAdapter[Any] = TypeAdapter(Any, config={"ser_json_inf_nan": "constan
 
 
 def plain(value: Any) -> Any:
-    """Turn dataclasses and mappings into dictionaries, and sequences into lists, all the way down."""
+    """Turn dataclasses and mappings into dictionaries, sequences into lists, all the way down."""
     return _PLAIN.dump_python(value, mode="json", fallback=dict)
 
 

@@ -1,6 +1,8 @@
-"""The machine: which device to compute on, how much memory is free, what is fast, and how results describe it.
+"""The machine: which device to compute on, how much memory is free, what is fast, and how results
+describe it.
 
-A test states the answers by an environment variable, so that a run on one machine shows what another would do.
+A test states the answers by an environment variable, so that a run on one machine shows what
+another would do.
 """
 
 import json
@@ -20,7 +22,9 @@ from gqa_convert.errors import OptionError
 from gqa_convert.runtime.json_objects import JsonObject
 
 STATED = "GQA_CONVERT_MACHINE"
-"""The environment variable that tests set: a JSON object of answers, by the names that `_stated` is called with."""
+"""The environment variable that tests set: a JSON object of answers, by the names that `_stated` is
+called with.
+"""
 
 PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -45,7 +49,9 @@ def usable_cores() -> int:
 
 
 def multiplies_bfloat16(device: Any) -> bool:
-    """Whether a torch device has instructions for products of bfloat16, which are slow without them."""
+    """Whether a torch device has instructions for products of bfloat16, which are slow without
+    them.
+    """
     stated = _stated("bfloat16")
     if stated is not None:
         return bool(stated)
@@ -60,7 +66,8 @@ def chosen_device(asked: str | None) -> str:
     """Return the device to compute on.
 
     Args:
-        asked: the value of `--device`, such as `cpu`, `cuda` or `cuda:1`; None for a GPU if there is one.
+        asked: the value of `--device`, such as `cpu`, `cuda` or `cuda:1`; None for a GPU if there
+            is one.
 
     Raises:
         OptionError: there is no such device.
@@ -79,15 +86,16 @@ def chosen_device(asked: str | None) -> str:
     count = torch.cuda.device_count()
     if int(asked.partition(":")[2] or 0) >= count:
         raise OptionError(
-            f"--device is {asked}, and torch finds {count} GPUs here, counted from 0: name one of them, use --device cpu, or "
+            f"--device is {asked}, and torch finds {count} GPUs here, counted from 0: "
+            "name one of them, use --device cpu, or "
             "install torch for the GPU"
         )
     return asked
 
 
 def available_memory(device: Any) -> int | None:
-    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for it, or Linux's
-    available memory, as far as the limits of its control groups allow.
+    """Return the bytes that this process may use: its GPU's free memory with what torch keeps for
+    it, or Linux's available memory, as far as the limits of its control groups allow.
 
     Args:
         device: a torch device.
@@ -153,7 +161,9 @@ class Machine:
 
 
 def machine(device: str = "cpu") -> Machine:
-    """Describe the machine and the software for a computation on a device, such as `cpu` or `cuda:0`."""
+    """Describe the machine and the software for a computation on a device, such as `cpu` or
+    `cuda:0`.
+    """
     names = (
         line.split(":", 1)[1].strip()
         for line in system_lines(PROC / "cpuinfo")
@@ -178,10 +188,12 @@ def machine(device: str = "cpu") -> Machine:
 
 
 def measurement(kind: str, command: list[str] | None, device: str = "cpu") -> JsonObject:
-    """Return the head of the JSON of a measurement that is made now: what measured, when in UTC, and on what.
+    """Return the head of the JSON of a measurement that is made now: what measured, when in UTC,
+    and on what.
 
     Args:
-        kind: the command that measured, such as `evaluate` or `benchmark`; `publish` recognises files by it.
+        kind: the command that measured, such as `evaluate` or `benchmark`; `publish` recognises
+            files by it.
         command: the command line, or None from Python.
         device: the device of the computation.
     """

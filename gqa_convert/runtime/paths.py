@@ -23,7 +23,8 @@ def expanded(name: str | os.PathLike[str]) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of everything that this package can make again: `gqa-convert` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """Return the folder of everything that this package can make again: `gqa-convert` in
+    `$XDG_CACHE_HOME` or `~/.cache`.
 
     Raises:
         OptionError: there is neither, as for a user without an entry in a container.

@@ -86,8 +86,8 @@ class Probe:
         for key in ("max_target_positions", "max_position_embeddings"):
             length = min(length, getattr(config, key, None) or length)
         ids = torch.randint(0, vocabulary, (_ROWS, length), generator=self._generator)
-        is_padding = ids == getattr(config, "pad_token_id", None)
-        return torch.where(is_padding, (ids + 1) % vocabulary, ids)
+        padding = getattr(config, "pad_token_id", None)
+        return ids if padding is None else ids.where(ids != padding, (ids + 1) % vocabulary)
 
     def _noise(self, model: Any, *shape: int) -> Tensor:
         return torch.randn((_ROWS, *shape), generator=self._generator).to(model.dtype)

@@ -1,6 +1,7 @@
 """Grouped-query attention against other people's implementations and against itself in other forms.
 
-Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, so that no two counts coincide.
+Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, so that no two counts
+    coincide.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""GroupedMultiheadAttention against nn.MultiheadAttention: alone, and inside torch's own Transformer modules.
+"""GroupedMultiheadAttention against nn.MultiheadAttention: alone, and inside torch's own
+Transformer modules.
 
-With fewer groups than heads, the reference is nn.MultiheadAttention whose key and value heads are those of their group,
-repeated.
+With fewer groups than heads, the reference is nn.MultiheadAttention whose key and value heads are
+those of their group, repeated.
 """
 
 import copy
@@ -34,7 +35,9 @@ def shaken(module: Any) -> Any:
 
 
 def repeated(model: nn.Module, groups: int, prefix: str = "", method: str = "mean") -> nn.Module:
-    """The model with each key and value head of nn.MultiheadAttention replaced by the mean or the first of its group."""
+    """The model with each key and value head of nn.MultiheadAttention replaced by the mean or the
+    first of its group.
+    """
     model = copy.deepcopy(model)
     for name, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix):
@@ -230,7 +233,7 @@ def turned(tensor: Tensor, batch_first: bool) -> Tensor:
 
 
 def left_aligned(*shape: int) -> Tensor:
-    """Padding at the end, which nn.TransformerEncoder turns into nested tensors on its fast path."""
+    """Padding at the end, of which nn.TransformerEncoder's fast path makes nested tensors."""
     return torch.arange(shape[1]) >= torch.randint(2, shape[1], (shape[0], 1))
 
 
@@ -269,7 +272,8 @@ def test_encoders_compute_the_same(
                 "src_key_padding_mask": key_padding,
                 "is_causal": is_causal,
             }
-            # torch's fast path reads floats as booleans, and then makes NaN of finite ones: they are no reference there
+            # torch's fast path reads floats as booleans, and then makes NaN of finite ones: they
+            # are no reference there
             finite = any(
                 mask is not None and mask.is_floating_point() and mask is not causal
                 for mask in (given, key_padding)

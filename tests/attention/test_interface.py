@@ -1,4 +1,6 @@
-"""`attn_implementation="gqa"` against eager attention, for every model type that the package knows: equal, or refused."""
+"""`attn_implementation="gqa"` against eager attention, for every model type that the package knows:
+equal, or refused.
+"""
 
 import copy
 import inspect
@@ -22,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import gqa_convert.families.modeling
 from gqa_convert.attention import register
-from gqa_convert.attention.support import why_unsupported
+from gqa_convert.attention.interface import why_unsupported
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
 from gqa_convert.families.loading import cache_name
 from gqa_convert.families.table import FAMILIES
@@ -37,8 +39,8 @@ REFUSED = {
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
     **dict.fromkeys(("falcon, RW", "gqa_falcon, RW"), "ALiBi twice"),
 }
-"""What is refused and with which words; a variant of a family, "falcon, 7B", as the family is unless it stands here
-itself.
+"""What is refused and with which words; a variant of a family, "falcon, 7B", as the family is
+unless it stands here itself.
 """
 
 TRANSFORMERS_FAILS = {
@@ -81,7 +83,9 @@ Case = tuple[str, Callable[[Any], Tensor], Tensor]
 
 
 def configured(name: str) -> tuple[Any, str]:
-    """A tiny config and its auto class; in the form with a modelling file, 3 K/V heads, and 2 in an encoder."""
+    """A tiny config and its auto class; in the form with a modelling file, 3 K/V heads, and 2 in an
+    encoder.
+    """
     stock = name.removeprefix("gqa_")
     if name in CHANGED:
         model_type, changes = CHANGED[name]
@@ -265,7 +269,9 @@ def test_logits_equal_those_of_eager_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if reason(name)])
 def test_what_would_differ_is_refused(name: str) -> None:
-    """In the first forward pass; some classes of transformers know their own attention functions only."""
+    """In the first forward pass; some classes of transformers know their own attention functions
+    only.
+    """
     gqa_convert.families.modeling.register_modeling()
     register()
     config, auto = configured(name)
@@ -315,7 +321,9 @@ def test_a_name_written_into_a_config_is_refused_in_the_first_forward_pass() -> 
 )
 @torch.no_grad()
 def test_a_name_written_by_hand_with_a_mask_of_ones_own(name: str) -> None:
-    """It computes what eager attention computes, or is refused; the model makes no mask at which it would be checked."""
+    """It computes what eager attention computes, or is refused; the model makes no mask at which it
+    would be checked.
+    """
     (model,) = build(name, "eager")
     mask = torch.full((2, 1, 7, 7), torch.finfo(torch.float32).min).triu(1)
     mask[:, :, 5, 2] = torch.finfo(torch.float32).min

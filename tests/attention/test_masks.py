@@ -76,7 +76,8 @@ def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None
     given = torch.rand(shape)
     with pytest.raises(
         OptionError,
-        match=rf"{argument} is .*give \[queries, keys\] or \[batch, heads, queries, keys\] = \[6, 6, 5, 5\]",
+        match=rf"{argument} is .*give \[queries, keys\] or \[batch, heads, queries, keys\] = "
+        r"\[6, 6, 5, 5\]",
     ):
         layer(dtype=torch.float32)(
             torch.zeros(BATCH, LENGTH, EMBED_DIM),

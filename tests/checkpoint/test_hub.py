@@ -1,5 +1,5 @@
-"""Checkpoints on the Hub, against a stand-in for it: what travels, what is kept, and what is said when it goes
-wrong.
+"""Checkpoints on the Hub, against a stand-in for it: what travels, what is kept, and what is said
+when it goes wrong.
 """
 
 import json
@@ -38,9 +38,11 @@ def large_arrays(seed: int = 0) -> Arrays:
 def convert(
     url: str, cache: Path, source: str, *arguments: Path | str, words: str = "", **env: str
 ) -> Any:
-    """What `convert --json` prints; where words are given, it must fail with an error that holds them.
+    """What `convert --json` prints; where words are given, it must fail with an error that holds
+    them.
 
-    It runs in a process of its own, with a cache of its own: the Hub's client reads its settings when it is imported.
+    It runs in a process of its own, with a cache of its own: the Hub's client reads its settings
+    when it is imported.
     """
     settings = {
         "HF_ENDPOINT": url,

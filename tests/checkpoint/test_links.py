@@ -1,4 +1,6 @@
-"""A link in a checkpoint's folder that leads out of it may show any file of the machine, and is not followed."""
+"""A link in a checkpoint's folder that leads out of it may show any file of the machine, and is not
+followed.
+"""
 
 import shutil
 from pathlib import Path
@@ -7,8 +9,8 @@ import pytest
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import PublishError
-from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
+from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import by_mean, write_llama
 from tests.helpers.command_line import run

@@ -115,13 +115,17 @@ class TestRead:
 
 
 LEFT = """
-    pytorch_model.bin pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json training_args.bin optimizer.pt scheduler.pt
-    rng_state_0.pth consolidated.safetensors consolidated.00.pth original/params.json original/consolidated.00.pth
-    onnx/model.onnx onnx/model.onnx_data tf_model.h5 flax_model.msgpack model.ckpt.index ggml-model.gguf rust_model.ot
-    global_step5/mp_rank_00.pt model.fp16.safetensors openvino/openvino_model.xml coreml/x/weights/weight.bin
-    speech/adapter_config.json speech/adapter_model.safetensors
+    pytorch_model.bin pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json
+    training_args.bin optimizer.pt scheduler.pt rng_state_0.pth consolidated.safetensors
+    consolidated.00.pth original/params.json original/consolidated.00.pth onnx/model.onnx
+    onnx/model.onnx_data tf_model.h5 flax_model.msgpack model.ckpt.index ggml-model.gguf
+    rust_model.ot global_step5/mp_rank_00.pt model.fp16.safetensors openvino/openvino_model.xml
+    coreml/x/weights/weight.bin speech/adapter_config.json speech/adapter_model.safetensors
 """
-KEPT = "generation_config.json README.md tokenizer.model chat_template.jinja modeling_x.py 1_Pooling/config.json"
+KEPT = (
+    "generation_config.json README.md tokenizer.model chat_template.jinja modeling_x.py "
+    "1_Pooling/config.json"
+)
 HIDDEN = ".gitattributes .cache/huggingface/x.lock __pycache__/modeling_x.cpython-311.pyc"
 
 

@@ -1,4 +1,4 @@
-"""Model cards: every fact in them is one of the files', and nothing is lost or let in by the way."""
+"""Model cards: every fact in them is one of the files', and nothing is lost or let in."""
 
 import errno
 import hashlib
@@ -20,8 +20,8 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
 from gqa_convert.families.released import TESTED
-from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
+from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.measuring.results import EvaluationFile, write_result
 from gqa_convert.publishing.ownership import is_our_card
 from gqa_convert.runtime.machine import measurement
@@ -81,8 +81,8 @@ def source_readme(out: Path, text: str) -> None:
 
 
 def card(out: Path, repo_id: str = REPO, **options: Any) -> tuple[str, dict[str, Any], list[str]]:
-    """The card, its front matter and the warnings; the Hub's own reader finds the same front matter, and gives it back
-    unchanged.
+    """The card, its front matter and the warnings; the Hub's own reader finds the same front
+    matter, and gives it back unchanged.
     """
     made = publish(out, PublishOptions(repo_id, **options), dry_run=True)
     text = (out / "README.md").read_text(encoding="utf-8")
@@ -132,18 +132,31 @@ def test_a_native_one(out: Path) -> None:
     }
     content = json.loads((out / "gqa_conversion.json").read_bytes())
     before, after = 2 * 2 * HEADS * WIDTH * 4, 2 * 2 * 3 * WIDTH * 4
+    parameters = content["parameters"]
     errors = content["merge_error"].values()
     for words in (
-        f"[org/model](https://huggingface.co/org/model) at revision `{COMMIT}`, converted to grouped-query attention: 3 key/value heads per layer in place of 12, not uptrained.",
+        (
+            f"[org/model](https://huggingface.co/org/model) at revision `{COMMIT}`, converted to "
+            "grouped-query attention: 3 key/value heads per layer in place of 12, not uptrained."
+        ),
         f"- **K/V cache: {size(after)} per token, 25.0% of the source's {size(before)}.**",
         "- **Loss: not measured.**",
         f"| K/V-cache bytes per token | {before:,} | {after:,} |",
-        f"| parameters | {content['parameters']['before']:,} | {content['parameters']['after']:,} |",
+        f"| parameters | {parameters['before']:,} | {parameters['after']:,} |",
         'AutoModelForCausalLM.from_pretrained("me/gqa-3")',
-        "No custom code is needed. Software that has classes for it: llama.cpp, transformers, vLLM.",
-        "**Conversion** from 12 K/V heads per layer to 3, method `mean`: the K/V heads of a group were replaced by their mean",
+        (
+            "No custom code is needed. Software that has classes for it: "
+            "llama.cpp, transformers, vLLM."
+        ),
+        (
+            "**Conversion** from 12 K/V heads per layer to 3, method `mean`: "
+            "the K/V heads of a group were replaced by their mean"
+        ),
         "gqa-convert convert org/model 'out folder' --groups 3",
-        f"within one method only: {sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most.",
+        (
+            "within one method only: "
+            f"{sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most."
+        ),
         "- Its loss was not measured",
     ):
         assert words in text
@@ -186,8 +199,8 @@ def test_an_uptrained_one(out: Path) -> None:
     text, front, _ = card(out)
     assert "uptrained on 65,536 tokens with LoRA of rank 8, merged." in text
     assert (
-        f"**Uptraining** on 65,536 tokens.\nText: `org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n"
-        in text
+        "**Uptraining** on 65,536 tokens.\nText: "
+        f"`org/corpus` (name `en`, revision `{COMMIT}`), `extra`.\n" in text
     )
     held_out = "on the uptraining's held-out text: `held-out`.\n"
     assert (
@@ -197,8 +210,8 @@ def test_an_uptrained_one(out: Path) -> None:
     assert "learning\\_rate `0.0003`" in text
     assert "teacher `org/model`" in text
     assert (
-        "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, 2.5 for the source (nats per token); 80.0% of the gap closed."
-        in text
+        "Loss on held-out text, `held-out`: 3.125 at the start, 2.625 at the end, "
+        "2.5 for the source (nats per token); 80.0% of the gap closed." in text
     )
     assert text.index("gqa-convert convert org/model") < text.index(
         "gqa-convert uptrain recipe.yaml"
@@ -265,7 +278,9 @@ def test_what_convert_did_not_write_stays_here(out: Path, tmp_path: Path) -> Non
 
 
 def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
-    """Every string of the records that may hold a path, and those of results, with folders of many forms."""
+    """Every string of the records that may hold a path, and those of results, with folders of many
+    forms.
+    """
     folder = out.parent / "Secret Plans"
     words = [
         "gqa-convert",
@@ -349,7 +364,10 @@ def test_weights_that_changed_are_not_published(out: Path) -> None:
         card(out)
 
 
-HOSTILE = "`|x|` </div><script>alert(1)</script>\n---\nlicense: mit\n---\n# Heading\n```\n[a](javascript:b) \u202e![i](http://e) ${{7*7}} {{ x }}"
+HOSTILE = (
+    "`|x|` </div><script>alert(1)</script>\n---\nlicense: mit\n---\n# Heading\n```\n"
+    "[a](javascript:b) \u202e![i](http://e) ${{7*7}} {{ x }}"
+)
 
 
 def test_names_stay_names(out: Path) -> None:

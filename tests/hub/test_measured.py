@@ -1,4 +1,6 @@
-"""Which results a card states: those of the checkpoint as it is, the newest on each text, and differences that are paired."""
+"""Which results a card states: those of the checkpoint as it is, the newest on each text, and
+differences that are paired.
+"""
 
 import json
 import shutil
@@ -13,8 +15,8 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ReportError
-from gqa_convert.hub.options import PublishOptions
 from gqa_convert.hub.publishing import publish
+from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.measuring.results import (
     AskedQuestions,
     Difference,
@@ -85,7 +87,10 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     text, warnings = card(out, file)
     assert warnings == []
     for words in (
-        "- **Loss: 3.125 ± 0.062 nats per token** where the source has 2.5 ± 0.062, on `4,096 tokens of held out.txt, causal, at most 512 tokens at once`.",
+        (
+            "- **Loss: 3.125 ± 0.062 nats per token** where the source has 2.5 ± 0.062, "
+            "on `4,096 tokens of held out.txt, causal, at most 512 tokens at once`."
+        ),
         "| model | loss | bits/byte | difference | KL |\n| --- | ---: | ---: | ---: | ---: |\n",
         "| source | 2.5000 ±0.0625 | 1.2500 |  |  |\n",
         "| this model | 3.1250 ±0.0625 | 1.2500 | +0.1250 ±0.0078 | 0.0625 ±0.0039 |\n\n",
@@ -178,7 +183,9 @@ def test_what_the_model_and_its_source_find(base: Path, tmp_path: Path, with_tex
 
 
 def test_results_of_other_checkpoints_stay_out(base: Path, tmp_path: Path) -> None:
-    """A folder of the same name is another checkpoint, and so is the same folder after a new conversion."""
+    """A folder of the same name is another checkpoint, and so is the same folder after a new
+    conversion.
+    """
     strange = shutil.copytree(base / "another", tmp_path / "elsewhere" / "out")
     moved = shutil.copytree(base / "out", tmp_path / "moved")
     file = evaluation(tmp_path / "e.json", score(strange))

@@ -1,5 +1,5 @@
-"""Publishing on a stand-in for the Hub, in processes of their own as the client reads its settings when it is
-imported.
+"""Publishing on a stand-in for the Hub, in processes of their own as the client reads its settings
+when it is imported.
 """
 
 import hashlib
@@ -18,8 +18,7 @@ import pytest
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import UploadError
-from gqa_convert.hub.options import PublishOptions
-from gqa_convert.hub.repository import Repository
+from gqa_convert.hub.repository import PublishOptions, Repository
 from tests.helpers.checkpoints import digests, write_llama
 from tests.helpers.command_line import run_python
 from tests.helpers.hub_uploads import SIGNATURE, UploadHub

@@ -1,4 +1,6 @@
-"""Files that appear whole or not at all, locks between processes, and what the system's errors mean."""
+"""Files that appear whole or not at all, locks between processes, and what the system's errors
+mean.
+"""
 
 import errno
 import json

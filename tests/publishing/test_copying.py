@@ -1,4 +1,6 @@
-"""Files written from front to back: the same bytes whether the disk takes them from pages, blocks are shared or neither."""
+"""Files written from front to back: the same bytes whether the disk takes them from pages, blocks
+are shared or neither.
+"""
 
 import errno
 import fcntl

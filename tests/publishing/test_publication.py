@@ -178,7 +178,7 @@ class TestFailure:
         kind: type[GQAConvertError] | None,
         old: bool,
     ) -> None:
-        """Errors of the system are explained, and what is no mistake of the user's passes through."""
+        """Errors of the system are explained; what is no mistake of the user's passes through."""
         if old:
             by_mean(source, out, 3)
         before = digests(out.parent)
@@ -252,7 +252,8 @@ def _late(call: Callable[[], Any]) -> Callable[[int], None]:
 class TestSweep:
     def test_a_live_run_keeps_its_folder(self, tmp_path: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from gqa_convert.publishing.publication import staged_folder\n"
+            "import sys; from pathlib import Path; "
+            "from gqa_convert.publishing.publication import staged_folder\n"
             "with staged_folder(Path(sys.argv[1])) as staged:\n"
             " (staged.path / 'x').touch(); print('ready', flush=True); sys.stdin.read()\n"
         )
@@ -291,7 +292,7 @@ class TestSweep:
     def test_a_sweep_that_comes_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A sweep may take a run's lock before the run does, and removes the file when it lets go."""
+        """A sweep may take a run's lock before the run does, and removes the file afterwards."""
         lock = publication.try_lock
         calls = []
 
@@ -319,7 +320,9 @@ class TestSweep:
     def test_a_filesystem_with_few_locks(
         self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, lockable: str
     ) -> None:
-        """NFS is one that locks only what is open for writing; without locks, any run may be a live one."""
+        """NFS is one that locks only what is open for writing; without locks, any run may be a live
+        one.
+        """
         flock = fcntl.flock
 
         def limited(handle: int, operation: int) -> None:
@@ -359,7 +362,7 @@ class TestSweep:
     def test_the_earlier_result_of_a_live_run_is_not_swept(
         self, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Before it was checked for the user's files; where the check fails, it has its name again."""
+        """Before it was checked for the user's files; if the check fails, it has its name again."""
         by_mean(source, out, 3)
         old = digests(out)
         check = publication.foreign_files
@@ -410,7 +413,9 @@ def interrupt() -> None:
 def test_stopped_at_every_file_event(
     source: Path, out: Path, act: Callable[[], None], overwrite: bool
 ) -> None:
-    """OUT is the earlier result or the new one, or nothing; and the next run leaves nothing of the one that was stopped."""
+    """OUT is the earlier result or the new one, or nothing; and the next run leaves nothing of the
+    one that was stopped.
+    """
     by_mean(source, out.parent / "new")
     new = digests(out.parent / "new")
     number, status = 0, -1

@@ -10,7 +10,7 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from gqa_convert.attention import register
-from gqa_convert.attention.support import why_unsupported
+from gqa_convert.attention.interface import why_unsupported
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError

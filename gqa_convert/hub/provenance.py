@@ -1,0 +1,259 @@
+"""A converted checkpoint, opened and checked for publication, and what of its record a card may
+show.
+
+Cards call local files and folders by their last names, so that no folder of the machine is on them.
+Records state a path as a whole value: an argument, a key of a recipe, the source. What follows its
+last slash is its name, whatever else is in it, spaces too. A name on the Hub keeps its owner, since
+the record states its commit beside it.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gqa_convert.checkpoint.files import leads_out
+from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.errors import GroupsError, PublishError
+from gqa_convert.families.loading import auto_class, headless_class
+from gqa_convert.hub.repository import HUB_ID
+from gqa_convert.merging.methods import COPY
+from gqa_convert.publishing.ownership import CARD
+from gqa_convert.runtime.json_objects import JsonObject, parse_object
+
+_ON_HUB = ("id", "source", "model")
+"""Keys whose value is on the Hub where a `revision` stands beside it."""
+_ARGUMENT = re.compile(r"(-{0,2}[\w.-]+=|-\w|@|)(.*)", re.DOTALL)
+"""What may stand before the value (an option, a key of a recipe, the sign of a file), and the
+value.
+"""
+_DATASET = re.compile(r"([\w.-]+/[\w.-]+)@[0-9a-f]{12}\b")
+"""A Hub dataset and its commit, in words."""
+_LICENSE_FILE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
+
+
+class PublicNames:
+    """The names of what a record states.
+
+    Args:
+        record: plain data, in which everything that is on the Hub has its commit.
+
+    Attributes:
+        local: the names of local paths, by the paths as the record states them.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self.local: dict[str, str] = {}
+        self._on_hub: set[Any] = set()
+        json.loads(json.dumps(record), object_hook=self._note)
+        self.of(record)  # finds all names, since a description may have one that an argument states
+
+    def _note(self, part: JsonObject) -> None:
+        if part.get("revision"):
+            self._on_hub |= {part.get(key) for key in _ON_HUB}
+        self._on_hub |= set(_DATASET.findall(str(part.get("text"))))
+
+    def of(self, value: Any, key: str = "") -> Any:
+        """The value of a key, and all that is in it, without folders."""
+        if isinstance(value, dict):
+            return {name: self.of(each, name) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self.of(each, key) for each in value]
+        if not isinstance(value, str) or key == "processor":  # whose names hold slashes
+            return value
+        if key == "text":
+            return self._description(value)
+        if key != "command":
+            return self.name(value)
+        before, stated = _ARGUMENT.fullmatch(value).groups()  # type: ignore[union-attr]  # fits all
+        name = self.name(stated)
+        is_list = stated.startswith(("[", "{"))  # of sources, which the recipe states too
+        return before + ("..." if is_list and name != stated else name)
+
+    def name(self, text: str) -> str:
+        """A whole value: unchanged if it is no local path."""
+        is_path = "/" in text or text.startswith("~")
+        if not is_path or text in self._on_hub or re.match("https?://", text):
+            return text
+        self.local[text] = (Path(text).name or ".") if "/" in text else "~"
+        return self.local[text]
+
+    def _description(self, text: str) -> str:
+        """Words on calibration text. A path that no argument states goes with all before its last
+        slash.
+        """
+        for path in sorted(self.local, key=len, reverse=True):
+            text = text.replace(path, self.local[path])
+        if "/" in _DATASET.sub("", text):
+            text = re.sub(r"(\d+ tokens of |).*/", r"\1", text, flags=re.DOTALL)
+        return text
+
+
+class ConversionRecord(BaseModel):
+    """A conversion and the uptraining runs after it. What a card states and nothing else depends on
+    is plain data.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    source: JsonObject
+    """What was converted: `id`, a folder or Hub id, its commit `revision`, `fingerprint` and
+    `model_type`.
+    """
+    route: str
+    method: str
+    groups: int | list[int]
+    encoder: bool
+    calibration: JsonObject | None
+    kv_bytes_per_token: JsonObject | None = None
+    cross_kv_bytes_per_encoder_token: JsonObject | None = None
+    uptraining: list[JsonObject] = []
+    previous: "ConversionRecord | None"
+    written: dict[str, JsonObject]
+    """The `bytes` and the `sha256` of files; there is no hash of weights that were streamed without
+    `--hash`.
+    """
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted checkpoint.
+
+    Attributes:
+        plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines
+            from the headers.
+        records: of the conversions that made it, oldest first, without folders of the machine.
+        names: of what the records state.
+        files: paths of what is published besides the card: what convert and uptrain wrote, and
+            licences.
+        untracked: paths of other files in the folder, which stay.
+    """
+
+    folder: Path
+    checkpoint: Checkpoint
+    plan: Plan
+    records: list[ConversionRecord]
+    names: PublicNames
+    files: list[str]
+    untracked: list[str]
+
+    @property
+    def record(self) -> ConversionRecord:
+        """The record of the last conversion."""
+        return self.records[-1]
+
+    @property
+    def first(self) -> ConversionRecord:
+        """The record of the first conversion, whose source the card compares with."""
+        return self.records[0]
+
+    @property
+    def trainings(self) -> list[JsonObject]:
+        """The uptraining runs, oldest first."""
+        return [training for record in self.records for training in record.uptraining]
+
+    @property
+    def base_model(self) -> tuple[str | None, str | None]:
+        """Hub id and commit of the newest source whose commit is recorded."""
+        for record in reversed(self.records):
+            name, revision = record.source["id"], record.source["revision"]
+            if revision and HUB_ID.fullmatch(name):
+                return name, revision
+        return None, None
+
+    @property
+    def needs_remote_code(self) -> bool:
+        """Whether it loads only with `trust_remote_code=True`."""
+        has_own_code = self.record.route in ("own file", "checkpoint's own code")
+        return has_own_code and "auto_map" in self.checkpoint.config
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads it."""
+        return headless_class(self.checkpoint.config) or auto_class(self.checkpoint.config)
+
+
+def open_converted(folder: Path) -> Converted:
+    """Open a converted checkpoint and check that its parts agree.
+
+    Raises:
+        PublishError: the folder is no converted checkpoint, its record contradicts its weights, or
+            a file that it needs is missing or lies elsewhere.
+        GQAConvertError: as `open_checkpoint`.
+    """
+    if not folder.is_dir():
+        raise PublishError(f"{folder} is no folder: name the one that convert or uptrain wrote")
+    checkpoint = open_checkpoint(folder)
+    for name in {PROVENANCE, *checkpoint.sizes} - set(checkpoint.left_behind):
+        if leads_out(folder / name, folder):
+            raise PublishError(
+                f"{folder / name} is a link that leads out of the folder: put the file in its place"
+            )
+    names, newest = _read_record(folder)
+    for name in newest.written:
+        if name.endswith(".py") and name not in checkpoint.sizes:
+            raise PublishError(
+                f"{folder} lacks {name}, which its config.json needs to load: convert again"
+            )
+    for shard in checkpoint.shards:
+        if shard.file not in newest.written:
+            raise PublishError(
+                f"{folder / shard.file} was written by neither convert nor uptrain: convert again"
+            )
+    records = [newest]
+    while records[0].previous is not None:
+        records.insert(0, records[0].previous)
+    files: list[str] = []
+    untracked: list[str] = []
+    for name in sorted(checkpoint.sizes.keys() - {CARD}):
+        is_ours = name in newest.written or name == PROVENANCE or _LICENSE_FILE.fullmatch(name)
+        (files if is_ours else untracked).append(name)
+    plan = _plan_without_change(checkpoint, newest)
+    return Converted(folder, checkpoint, plan, records, names, files, untracked)
+
+
+def _read_record(folder: Path) -> tuple[PublicNames, ConversionRecord]:
+    """The names that the record of a checkpoint states, and the record without folders of the
+    machine.
+
+    Raises:
+        PublishError: there is no record, or it is no record of a conversion.
+    """
+    path = folder / PROVENANCE
+    try:
+        content = parse_object(path.read_bytes(), str(path))
+        names = PublicNames(content)
+        public = json.dumps(names.of(content))
+        return names, ConversionRecord.model_validate_json(public, strict=True)
+    except OSError:
+        raise PublishError(
+            f"{folder} has no {PROVENANCE} that can be read: "
+            "name a folder that convert or uptrain wrote"
+        ) from None
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise PublishError(
+            f"{path} is not the record of a conversion ({first['loc']}: {first['msg']}): "
+            "convert again"
+        ) from None
+
+
+def _plan_without_change(checkpoint: Checkpoint, record: ConversionRecord) -> Plan:
+    """The plan of a conversion to the recorded N; weights that it would change have another one."""
+    native = False if record.route == "own file" else None
+    try:
+        plan = make_plan(checkpoint, record.groups, native=native, encoder=record.encoder)
+        if plan.merge_method is COPY:
+            return plan
+    except GroupsError:
+        pass
+    raise PublishError(
+        f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again"
+    )
