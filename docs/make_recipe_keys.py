@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from gqa_convert.data.keys import fields_of
-from gqa_convert.data.scalars import shown
+from gqa_convert.data.keys import fields_of, shown
 from gqa_convert.data.sources import Source
 from gqa_convert.training.recipe import Lora, Recipe
 

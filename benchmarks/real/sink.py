@@ -16,7 +16,9 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.records import Records
-from gqa_convert.conversion.calibration.text import calibration_batches
+from gqa_convert.conversion.calibration.streams import Request
+from gqa_convert.conversion.calibration.text import draw_text
+from gqa_convert.conversion.calibration.texts import open_text
 from gqa_convert.families.loading import load_model
 
 BLOCKS = 8
@@ -83,9 +85,8 @@ def main() -> None:
     if options.models:
         records = Records(options.output, ("source", "model"), "benchmarks.real.sink")
         source = options.models[0]
-        text = calibration_batches(
-            source, str(options.data), BLOCKS * LENGTH, seed=0, sequence_length=LENGTH
-        )
+        request = Request(source, BLOCKS * LENGTH, length=LENGTH)
+        text = draw_text(request, [open_text(options.data)])
         blocks = torch.cat([batch["input_ids"] for batch in text.batches])
         for folder in options.models:
             model, _ = load_model(folder, torch.float32)

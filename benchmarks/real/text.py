@@ -23,7 +23,7 @@ import torch
 
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.files import Files
-from gqa_convert.data.stdlib_text import is_held_out, source_files
+from gqa_convert.data.folders import is_held_out, source_files
 from gqa_convert.families.loading import load_model, load_tokenizer
 
 PACKAGES = {

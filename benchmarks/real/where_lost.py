@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pages import table
-from gqa_convert.conversion.calibration.mixture import MadeUpRecords
+from gqa_convert.conversion.calibration.made_up_records import record_blocks
 from gqa_convert.data.order import Integers
 from gqa_convert.families.loading import cache_name, load_model, load_tokenizer
 from gqa_convert.measuring.evaluation.retrieval_texts import RetrievalText, make_text
@@ -295,7 +295,7 @@ def _scores(
             yield f"answers {length}", partial(_answers, tokenizer=tokenizer, texts=texts)
     blocks = {}
     if "records" in options.by:
-        blocks["records"] = MadeUpRecords(99).blocks(tokenizer, LENGTH, BLOCKS)
+        blocks["records"] = record_blocks(tokenizer, LENGTH, BLOCKS, 99)
     if "prose" in options.by:
         blocks["prose"] = tokens_of_file(options.prose, tokenizer, LENGTH * BLOCKS)
     for name, tokens in blocks.items():

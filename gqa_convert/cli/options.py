@@ -20,7 +20,7 @@ def count(text: str) -> int:
     Raises:
         typer.BadParameter: the text is none.
     """
-    from gqa_convert.data.scalars import counted
+    from gqa_convert.data.keys import counted
 
     number = counted(text)
     if number is None or number.denominator != 1 or number < 1:
@@ -41,7 +41,7 @@ def cache_budget(text: str) -> "KVBudget":
     Raises:
         typer.BadParameter: the text is none.
     """
-    from gqa_convert.data.scalars import counted
+    from gqa_convert.data.keys import counted
     from gqa_convert.measuring.sensitivity.kv_budget import KVBudget
 
     percent = counted(text.removesuffix("%"))

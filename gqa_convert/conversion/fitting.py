@@ -45,7 +45,7 @@ from gqa_convert.runtime.json_objects import plain
 from gqa_convert.runtime.machine import chosen_device
 
 if TYPE_CHECKING:
-    from gqa_convert.conversion.calibration.text import Calibration
+    from gqa_convert.conversion.calibration.streams import Calibration
 
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
@@ -290,13 +290,13 @@ def fit_checkpoint(
         NonFiniteError: a tensor of the source holds NaN or Inf, or the source yields it on the data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
-    from gqa_convert.conversion.calibration.text import digest_of
+    from gqa_convert.conversion.calibration.streams import digest_of, tokens_of
     from gqa_convert.conversion.layers import last_stage
-    from gqa_convert.conversion.layers.attention_calls import beginnings, hold_out, tokens_of
+    from gqa_convert.conversion.layers.attention_calls import beginnings
     from gqa_convert.conversion.layers.last_stage import LastStage, Student, train_together
     from gqa_convert.conversion.layers.layer_fitting import fit_layers, measure_divergence
     from gqa_convert.conversion.layers.model_loading import open_model, precision_of, running_device
-    from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions
+    from gqa_convert.conversion.layers.one_layer import FitOptions
 
     store, held_out, is_asked = (
         SharedStore(files),
@@ -325,7 +325,7 @@ def fit_checkpoint(
             f"{LAST_STAGE}, needs the model in memory, and it does not fit now: free memory, or leave the stage out "
             "with --kl-steps 0, and run the same command again, which resumes from the finished layers"
         )
-    learned, validation = hold_out(calibration.batches, VALIDATED)
+    learned, validation = calibration.fitted, calibration.validation
     fitted, validating = (
         [*part, *beginnings(part, calibration.batches)] for part in (learned, validation)
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.loading import hears, is_encoder_decoder
+from gqa_convert.families.loading import is_encoder_decoder
 
 STEPS = 100
 """The default of `--fit-steps`."""
@@ -100,14 +100,10 @@ def mixes(plan: Plan, options: CalibrationOptions) -> bool:
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """How many tokens the layers are fitted on: as stated, or by the source's size."""
-    from gqa_convert.conversion.calibration.text import calibration_tokens_for
+    from gqa_convert.conversion.calibration.streams import calibration_tokens_for
 
     if options.tokens is not None:
         return options.tokens
-    if hears(plan.checkpoint.config):
-        from gqa_convert.data.speech import speech_tokens_for
-
-        return speech_tokens_for(plan.checkpoint.config)
     return calibration_tokens_for(plan.checkpoint.config)
 
 

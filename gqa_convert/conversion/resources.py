@@ -275,7 +275,7 @@ def device_of(options: CalibrationOptions) -> str:
 
 def block_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """The tokens of the longest block of calibration text, at most."""
-    from gqa_convert.conversion.calibration.text import calibration_length_for
+    from gqa_convert.conversion.calibration.streams import calibration_length_for
 
     return min(
         wanted_tokens(plan, options),

@@ -5,12 +5,11 @@ Shape legend: b blocks, L tokens of a block.
 
 import numpy as np
 
-from gqa_convert.data.encoders import text_encoder
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.encoders import Encoder, text_encoder
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
+from gqa_convert.data.sampler import IGNORED, Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import Encoder, TokenSource
+from gqa_convert.data.token_files import TokenSource
 
 
 class CausalSampler(BlockSampler):
@@ -20,8 +19,8 @@ class CausalSampler(BlockSampler):
         super().__init__(settings, settings.length, following=1)
 
     def encoder(self, source: Source, text: TextSource) -> Encoder:
-        """Running text between special tokens, or conversations; of a stream if it is stated, so that a run which goes on
-        need not ask the Hub.
+        """Running text between special tokens, or conversations; of a stream if it is stated, so
+        that a run which goes on need not ask the Hub.
         """
         chats = source.format == "chat" or not text.is_stream
         return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=chats)
@@ -30,7 +29,8 @@ class CausalSampler(BlockSampler):
         """Blocks of text.
 
         Returns:
-            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict): [b, L].
+            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict):
+            [b, L].
         """
         length = self.length
         ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
@@ -46,7 +46,9 @@ class CausalSampler(BlockSampler):
         return {"input_ids": ids[:, :-1], "labels": labels}
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
-        """Blocks that predict each of the first tokens once, except the very first; the last block may be shorter."""
+        """Blocks that predict each of the first tokens once, except the very first; the last block
+        may be shorter.
+        """
         scored = min(limit, tokens.size) - 1
         return [
             Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)

@@ -12,7 +12,9 @@ Message = dict[str, Any]
 
 
 class FieldError(DataError):
-    """A row has no such field, or no text in it; how another field is named depends on the command."""
+    """A row has no such field, or no text in it; how another field is named depends on the
+    command.
+    """
 
 
 class Piece(NamedTuple):
@@ -36,18 +38,19 @@ class Fields(NamedTuple):
     """The fields of a row that hold a document.
 
     Attributes:
-        names: of the fields. `translation.en` is the entry `en` of the field `translation`, unless a field has that full
-            name.
-        holds: a text; a pair of what the encoder reads and what the decoder learns to write; messages, a list of
-            objects with `role` and `content`; or whatever the row holds, which plain text has none of.
+        names: of the fields. `translation.en` is the entry `en` of the field `translation`, unless
+            a field has that full name.
+        holds: a text; a pair of what the encoder reads and what the decoder learns to write;
+            messages, a list of objects with `role` and `content`; or whatever the row holds, which
+            plain text has none of.
     """
 
     names: tuple[str, ...] = ("text",)
     holds: Literal["text", "pair", "messages", "row"] = "text"
 
     def read(self, row: Row, where: str) -> Any:
-        """The document of a row: a text, empty where it is null; two of them; or the messages of a conversation in the
-        form that chat templates read, none if they are null.
+        """The document of a row: a text, empty where it is null; two of them; or the messages of a
+        conversation in the form that chat templates read, none if they are null.
 
         Raises:
             DataError: the row has no such field, or something else in it.
@@ -74,7 +77,8 @@ def _text(row: Row, field: str, where: str) -> str:
     value = _value(row, field, where)
     if not isinstance(value, str | None):
         raise FieldError(
-            f"{where}: {field!r} holds a {type(value).__name__}, expected text: rename the field of the text"
+            f"{where}: {field!r} holds a {type(value).__name__}, expected text: rename the field "
+            "of the text"
         )
     return _well_formed(value or "")
 
@@ -99,7 +103,8 @@ def _messages(row: Row, field: str, where: str) -> list[Message]:
             lacking = lacking or "`content`"
         if lacking:
             raise DataError(
-                f"{place} has no {lacking}, found {', '.join(map(str, item)) or 'nothing'}: correct the row"
+                f"{place} has no {lacking}, found {', '.join(map(str, item)) or 'nothing'}: "
+                "correct the row"
             )
         if isinstance(message.get("content"), str):
             message["content"] = _well_formed(message["content"])
@@ -108,5 +113,7 @@ def _messages(row: Row, field: str, where: str) -> list[Message]:
 
 
 def _well_formed(text: str) -> str:
-    """The text with lone surrogates, which JSON can represent and UTF-8 cannot, as question marks."""
+    """The text with lone surrogates, which JSON can represent and UTF-8 cannot, as question
+    marks.
+    """
     return text.encode(errors="replace").decode()

@@ -1,4 +1,6 @@
-"""Documents in local files: plain text, JSON lines, Parquet and Arrow, all of which may be compressed by gzip."""
+"""Documents in local files: plain text, JSON lines, Parquet and Arrow, all of which may be
+compressed by gzip.
+"""
 
 import csv
 import gzip
@@ -19,8 +21,8 @@ _WITH_ROWS = (*_JSON, ".parquet", ".arrow")
 DOCUMENTS = (".text", ".md", ".rst", ".py")
 """The suffixes of texts that are no data for `datasets`, so that their names state no split."""
 SUFFIXES = (".txt", *DOCUMENTS, *_WITH_ROWS)
-"""The suffixes of the files that are read from a folder, before `.gz` if there is one; other files are read as plain text if
-they are named.
+"""The suffixes of the files that are read from a folder, before `.gz` if there is one; other files
+are read as plain text if they are named.
 """
 _BEGINNING = 4096
 """The bytes of a file that show its encoding."""
@@ -87,7 +89,8 @@ class Files:
             return
         elif fields.holds != "text":
             raise DataError(
-                f"{path} is plain text, which has no fields ({' and '.join(fields.names)}): name JSON lines, Parquet files or a dataset"
+                f"{path} is plain text, which has no fields ({' and '.join(fields.names)}): name "
+                "JSON lines, Parquet files or a dataset"
             )
         elif self.lenient:
             try:
@@ -124,7 +127,8 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path, handle: io.BufferedReader) -> IO[str]:
-    """The text of a file. Lines end with a line feed only, since JSON may hold all other line separators.
+    """The text of a file. Lines end with a line feed only, since JSON may hold all other line
+    separators.
 
     Raises:
         DataError: it is UTF-16 or UTF-32, which without a mark may be valid UTF-8 with many nulls.
@@ -156,7 +160,8 @@ def _text_pieces(text: IO[str]) -> Iterator[Piece]:
 def read_rows(
     path: Path, handle: io.BufferedReader, fields: Sequence[str]
 ) -> Iterator[tuple[str, Row]]:
-    """The location of each row of a file of JSON lines, of CSV or of a table, for messages, and the row.
+    """The location of each row of a file of JSON lines, of CSV or of a table, for messages, and the
+    row.
 
     Args:
         path: the path of the file.
@@ -203,11 +208,14 @@ def _table_rows(path: Path, handle: io.BufferedReader, fields: Sequence[str]) ->
             yield from batch.to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as problem:
         raise DataError(
-            f"{path} is not a readable {kind[1:].capitalize()} file ({problem}): download it again, or remove it from the source"
+            f"{path} is not a readable {kind[1:].capitalize()} file ({problem}): download it "
+            "again, or remove it from the source"
         ) from None
 
 
 def columns_of(fields: Sequence[str], names: Sequence[str]) -> list[str] | None:
-    """The columns that hold the fields; None for all columns if one is missing, so that the error can list them."""
+    """The columns that hold the fields; None for all columns if one is missing, so that the error
+    can list them.
+    """
     found = {field.partition(".")[0] for field in fields}
     return sorted(found) if found and found <= set(names) else None

@@ -3,20 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.files import columns_of
 from gqa_convert.errors import DataError, GQAConvertError, first_line
-from gqa_convert.runtime.paths import cache_folder
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def default_cache() -> Path:
-    """The default folder of token files."""
-    return cache_folder() / "tokens"
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,8 @@ class HubDataset:
             )
         except Exception as problem:
             raise DataError(
-                f"the dataset {self.label} can't be opened ({first_line(problem)}): check its name, configuration and split"
+                f"the dataset {self.label} can't be opened ({first_line(problem)}): check its "
+                "name, configuration and split"
             ) from problem
 
     def pieces(self, fields: Fields) -> Iterator[Piece]:
@@ -103,7 +97,13 @@ def commit_of(dataset: str, revision: str | None) -> str:
     try:
         return str(huggingface_hub.HfApi().dataset_info(dataset, revision=revision, timeout=30).sha)
     except Exception as problem:
-        reason = f"the Hub has no dataset with the revision {revision or 'main'} that you can access: check both, or log in"
+        reason = (
+            f"the Hub has no dataset with the revision {revision or 'main'} that you can access: "
+            "check both, or log in"
+        )
         if not isinstance(problem, RepositoryNotFoundError | RevisionNotFoundError):
-            reason = f"the Hub could not be reached to look for a dataset of this name ({first_line(problem)}): check the path or the network"
+            reason = (
+                "the Hub could not be reached to look for a dataset of this name "
+                f"({first_line(problem)}): check the path or the network"
+            )
         raise DataError(f"{dataset} is not a local file, and {reason}") from problem

@@ -1,8 +1,12 @@
-"""Keys of a recipe: fields of pydantic dataclasses, which read YAML's scalars, and one line for each mistake in them."""
+"""Keys of a recipe: fields of pydantic dataclasses, which read YAML's scalars, and one line for
+each mistake in them.
+"""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +19,6 @@ from pydantic import (
     ValidationError,
 )
 
-from gqa_convert.data.scalars import counted, exact, shown
 from gqa_convert.runtime.paths import expanded
 
 T = TypeVar("T")
@@ -32,6 +35,46 @@ _WORDS = {
     "a valid tuple": "a list",
 }
 """pydantic's, and ours."""
+
+
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d{1,3})?)")
+_LONGEST = 80
+"""Characters of a number, and of a value in a message."""
+_UNITS = {
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "k": 1_000,
+    "K": 1_000,
+    "M": 1_000_000,
+    "G": 1_000_000_000,
+    "B": 1_000_000_000,
+    "T": 1_000_000_000_000,
+}
+
+
+def exact(value: object) -> Fraction | None:
+    """The exact number that a scalar states; None if it states none."""
+    text = str(value).strip()
+    if len(text) > _LONGEST or not _NUMBER.fullmatch(text):
+        return None
+    return Fraction(text.replace("_", ""))
+
+
+def counted(value: object) -> Fraction | None:
+    """Like `exact`, but also reads counts with units, such as 10B, 500M and 64Ki."""
+    text = str(value).rstrip()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    number = exact(text.removesuffix(unit))
+    return number and number * _UNITS.get(unit, 1)
+
+
+def shown(value: object) -> str:
+    """A value in YAML notation, shortened to fit in a message."""
+    text = (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _read_count(value: Any) -> int:
@@ -65,11 +108,12 @@ PathText = Annotated[Text, AfterValidator(expanded)]
 
 
 def declared_in(file: Path) -> Callable[[type[T]], type[T]]:
-    """A decorator that gives the fields of a class what a TOML file states in the section of the class: for each its
-    `help`, whether it is `required` or else its `default` (None if there is none), bounds (`gt`, `ge`, `lt`, `le`), and when
-    a resumed run may `change` it: never, if nothing is stated; if the `budget` does not shrink; always, since the trained
-    weights do not depend on it (`bookkeeping`) or only rounding, memory and speed do (`execution`); or always, with a record
-    of the change and its step (`recorded`).
+    """A decorator that gives the fields of a class what a TOML file states in the section of the
+    class: for each its `help`, whether it is `required` or else its `default` (None if there is
+    none), bounds (`gt`, `ge`, `lt`, `le`), and when
+    a resumed run may `change` it: never, if nothing is stated; if the `budget` does not shrink;
+    always, since the trained weights do not depend on it (`bookkeeping`) or only rounding, memory
+    and speed do (`execution`); or always, with a record of the change and its step (`recorded`).
     """
     stated = tomllib.loads(file.read_text(encoding="utf-8"))
 
@@ -124,7 +168,8 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
                 lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
             elif error["type"] == "missing":
                 lines.append(
-                    f"{above or 'the recipe'} has no key {name!r}: {fields_of(holder)[str(name)].description}"
+                    f"{above or 'the recipe'} has no key {name!r}: "
+                    f"{fields_of(holder)[str(name)].description}"
                 )
             else:
                 message = (

@@ -1,7 +1,7 @@
 """The training objectives: what a model learns to predict, and from which data.
 
-An objective is one entry of `OBJECTIVES` and one class in a file of its own, which encodes documents and makes batches.
-docs/developing.md says what belongs to a new one.
+An objective is one entry of `OBJECTIVES` and one class in a file of its own, which encodes
+documents and makes batches. docs/developing.md says what belongs to a new one.
 """
 
 from pkgutil import resolve_name

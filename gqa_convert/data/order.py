@@ -1,5 +1,6 @@
-"""Maps sample numbers to sources and blocks, and divides examples, by pure integer functions, identical on every machine
-and in every version of NumPy.
+"""Maps sample numbers to sources and blocks by pure integer functions.
+
+They are identical on every machine and in every version of NumPy.
 """
 
 import math
@@ -31,8 +32,8 @@ def mix(*numbers: int) -> int:
 
 
 def permuted(number: int, size: int, key: int) -> int:
-    """The image of a number under a pseudorandom permutation of 0..size-1: a Feistel network over the next power of
-    two, with cycle walking.
+    """The image of a number under a pseudorandom permutation of 0..size-1: a Feistel network over
+    the next power of two, with cycle walking.
 
     Args:
         number: 0 <= number < size.
@@ -63,12 +64,18 @@ def _round_keys(key: int) -> list[int]:
     return [mix(key, round_number) for round_number in range(_ROUNDS)]
 
 
-class Mixture:
-    """An endless order of sources: for every n, the number of times a source is chosen in n samples differs from n
-    times its weight by less than one.
+def shuffled(items: Sequence[T], key: int) -> list[T]:
+    """The items in the order that a key selects; see `permuted`."""
+    return [items[permuted(place, len(items), key)] for place in range(len(items))]
 
-    The order repeats after as many samples as the weights' common denominator, so that any position is found in
-    constant time. Weights with a denominator above 65536 are rounded to multiples of 1/65536.
+
+class Mixture:
+    """An endless order of sources: for every n, the number of times a source is chosen in n samples
+    differs from n times its weight by less than one.
+
+    The order repeats after as many samples as the weights' common denominator, so that any position
+    is found in constant time. Weights with a denominator above 65536 are rounded to multiples of
+    1/65536.
 
     Attributes:
         parts: the smallest whole numbers in the proportion of the weights.
@@ -90,11 +97,12 @@ class Mixture:
 
 
 def _spread(parts: list[int]) -> list[tuple[int, int]]:
-    """One period of the order: the source at each position, and the number of earlier positions with that source.
+    """One period of the order: the source at each position, and the number of earlier positions
+    with that source.
 
-    Turn m of a source with share w is released at position floor(m / w) and due before ceil((m + 1) / w). Choosing the
-    earliest deadline first meets all deadlines, as in the scheduling of periodic unit tasks on one processor, which
-    bounds the error by one.
+    Turn m of a source with share w is released at position floor(m / w) and due before ceil((m + 1)
+    / w). Choosing the earliest deadline first meets all deadlines, as in the scheduling of periodic
+    unit tasks on one processor, which bounds the error by one.
     """
     period = sum(parts)
     turns = [0] * len(parts)
@@ -107,26 +115,3 @@ def _spread(parts: list[int]) -> list[tuple[int, int]]:
         order.append((chosen, turns[chosen]))
         turns[chosen] += 1
     return order
-
-
-def divided(
-    found: Sequence[T], lengths: Sequence[int], fitted: int, held_out: int
-) -> tuple[Sequence[T], ...]:
-    """The first examples for the layers, the next ones held out, and the rest. Where there are too few for the first two,
-    one in nine is held out.
-
-    Args:
-        found: all examples.
-        lengths: the tokens of each.
-        fitted: tokens for the layers.
-        held_out: tokens to hold out; 0 for no example.
-    """
-    ends = np.cumsum(lengths)
-    layers = int(np.searchsorted(ends, fitted)) + 1
-    judged = max(layers, int(np.searchsorted(ends, fitted + held_out))) + 1
-    if not held_out or len(found) == 1:
-        judged = layers
-    elif judged > len(found):
-        layers = len(found) - max(1, len(found) // 9)
-        judged = len(found)
-    return found[:layers], found[layers:judged], found[judged:]

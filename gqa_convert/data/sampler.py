@@ -1,9 +1,11 @@
-"""What every objective implements, and blocks of equal length, which most objectives on running text are made of.
+"""What every objective implements, and blocks of equal length, which most objectives on running
+text are made of.
 
-Blocks are cut in a new order and at a new offset in each epoch. The tokens are treated as circular, so that an offset
-loses none of them. The first epoch of a stream, whose end is not known yet, is permuted within windows of consecutive
-blocks instead. `datasets` shuffles streams with a buffer, whose content its state does not hold, so that a resumed run
-would lose samples; a place in a window is computed from the number of the sample alone.
+Blocks are cut in a new order and at a new offset in each epoch. The tokens are treated as circular,
+so that an offset loses none of them. The first epoch of a stream, whose end is not known yet, is
+permuted within windows of consecutive blocks instead. `datasets` shuffles streams with a buffer,
+whose content its state does not hold, so that a resumed run would lose samples; a place in a window
+is computed from the number of the sample alone.
 """
 
 from abc import ABC, abstractmethod
@@ -13,15 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from gqa_convert.data.encoders import Encoder
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import Encoder, TokenSource
+from gqa_convert.data.token_files import TokenSource
 
 SHUFFLE_WINDOW = 1 << 22
-"""The tokens of a stream over which the samples of its first epoch are shuffled: thousands of documents, which are
-tokenised in seconds.
+"""The tokens of a stream over which the samples of its first epoch are shuffled: thousands of
+documents, which are tokenised in seconds.
 """
+
+IGNORED = -100
+"""The label of positions that the loss ignores, as in PyTorch and transformers."""
 
 Batch = dict[str, npt.NDArray[Any]]
 """The inputs of a model and its labels, by name: [b, ...]."""
@@ -62,7 +68,9 @@ class Sampler(ABC):
         """
 
     def measure(self, sources: Shares) -> None:  # noqa: B027
-        """Set what depends on the data, from the tokens of each source and the source's share of the samples."""
+        """Set what depends on the data, from the tokens of each source and the source's share of
+        the samples.
+        """
 
     @abstractmethod
     def tokens_for(self, samples: int) -> int | None:
@@ -87,8 +95,8 @@ class Sampler(ABC):
 
     @abstractmethod
     def batch(self, places: Places, keys: Keys) -> Batch:
-        """The samples at these locations: what the model's forward pass takes, and `labels`, which are what it is to
-        predict at each position, or IGNORED.
+        """The samples at these locations: what the model's forward pass takes, and `labels`, which
+        are what it is to predict at each position, or IGNORED.
         """
 
 

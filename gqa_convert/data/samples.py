@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Sequence
 
 from gqa_convert.data.documents import PAIR_KEYS, FieldError
-from gqa_convert.data.hub import default_cache
 from gqa_convert.data.objectives import SampleSettings, make_sampler
 from gqa_convert.data.order import Mixture, mix
 from gqa_convert.data.sampler import Batch, Sampler, Shares
@@ -25,7 +24,8 @@ class Samples:
 
     Attributes:
         tokens_per_sample: the text tokens that a sample consumes (the mean if samples differ).
-        fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal samples.
+        fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal
+            samples.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ def open_samples(
     tokens: int,
     seed: int,
 ) -> Samples:
-    """Open training samples. What the cache lacks is tokenised: files and pairs wholly, and streams as far as a run needs
-    them.
+    """Open training samples. What the cache lacks is tokenised: files and pairs wholly, and streams
+    as far as a run needs them.
 
     Args:
         sources: at least one.
@@ -106,8 +106,8 @@ def open_samples(
         seed: determines the order and the corruption.
 
     Raises:
-        DataError: the text can't be found or read, is too short, or does not fit the tokenizer; or the cache can't be
-            written.
+        DataError: the text can't be found or read, is too short, or does not fit the tokenizer; or
+            the cache can't be written.
     """
     sampler = make_sampler(settings)
     count = int(tokens // sampler.raw_tokens) + 1
@@ -122,8 +122,8 @@ def open_samples(
 def evaluation_blocks(
     sources: Sequence[Source], settings: SampleSettings, progress: OnTokenize, *, tokens: int
 ) -> EvaluationBlocks:
-    """Open consecutive blocks of the first `tokens` tokens of the data, divided among the sources by weight. The other
-    arguments are those of `open_samples`.
+    """Open consecutive blocks of the first `tokens` tokens of the data, divided among the sources
+    by weight. The other arguments are those of `open_samples`.
     """
     sampler = make_sampler(settings)
     total = sum(source.weight for source in sources)
@@ -144,7 +144,7 @@ def _tokens(
     encoder = sampler.encoder(source, text)
     needed = needed if text.is_stream else None
     try:
-        tokens = tokenize(text, encoder, default_cache(), needed=needed, progress=progress)
+        tokens = tokenize(text, encoder, needed=needed, progress=progress)
     except FieldError as problem:
         key = (
             PAIR_KEYS
@@ -154,6 +154,7 @@ def _tokens(
         raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(
-            f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: add text, or make sequence_length smaller"
+            f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: "
+            "add text, or make sequence_length smaller"
         )
     return tokens

@@ -3,6 +3,7 @@
 import glob
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
+from gqa_convert.data.documents import Fields
 from gqa_convert.data.files import SUFFIXES, Files, kind_of
-from gqa_convert.data.folders import data_files
+from gqa_convert.data.folders import data_files, source_files
 from gqa_convert.data.hub import HubDataset, commit_of
 from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
-from gqa_convert.data.stdlib_text import source_files
 from gqa_convert.errors import DataError
 from gqa_convert.runtime.paths import local_path
 
@@ -36,7 +37,9 @@ KINDS: dict[SourceKind, str] = {
     "chat": "conversations",
     "pairs": "pairs of texts (source_field and target_field)",
 }
-"""What a source holds, as far as its keys state it, in words. `text` is whatever files hold that are named alone."""
+"""What a source holds, as far as its keys state it, in words. `text` is whatever files hold that
+are named alone.
+"""
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -56,7 +59,9 @@ class Source:
 
     @property
     def kind(self) -> SourceKind:
-        """What the source holds, as far as its keys state it; files of format `auto` may hold conversations."""
+        """What the source holds, as far as its keys state it; files of format `auto` may hold
+        conversations.
+        """
         if self.source_field is not None:
             return "pairs"
         return "chat" if self.format == "chat" else "text"
@@ -104,7 +109,9 @@ def as_source(given: object) -> Source:
 
 
 def is_self(source: Any) -> bool:
-    """Whether a source, as a user gave it, is the text of the model itself. A file of this name comes first."""
+    """Whether a source, as a user gave it, is the text of the model itself. A file of this name
+    comes first.
+    """
     return isinstance(source, str) and source == SELF and not local_path(SELF).exists()
 
 
@@ -112,8 +119,8 @@ def open_source(source: Source) -> TextSource:
     """Resolve a source to files or a Hub dataset, without reading it.
 
     Raises:
-        DataError: the file or dataset does not exist, a pattern matches nothing, a folder has no such split, or a key that
-            only applies to Hub datasets is given for local files.
+        DataError: the file or dataset does not exist, a pattern matches nothing, a folder has no
+            such split, or a key that only applies to Hub datasets is given for local files.
     """
     given = source.source
     path = local_path(given)
@@ -122,7 +129,8 @@ def open_source(source: Source) -> TextSource:
     is_stdlib = given in (STDLIB, HELD_OUT)
     if not (is_stdlib or path.exists() or glob.has_magic(given)):
         raise DataError(
-            f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or a dataset on the Hub"
+            f"{given} does not exist: name a file, a folder, a pattern such as 'texts/*.jsonl', or "
+            "a dataset on the Hub"
         )
     stated = source.stated()
     if path.is_dir():
@@ -130,7 +138,8 @@ def open_source(source: Source) -> TextSource:
     for name in _HUB_KEYS:
         if name in stated:
             raise DataError(
-                f"{given} is a local source, and {name} = {stated[name]!r} only applies to datasets on the Hub: remove {name}"
+                f"{given} is a local source, and {name} = {stated[name]!r} only applies to "
+                f"datasets on the Hub: remove {name}"
             )
     if is_stdlib:
         files = source_files(given == HELD_OUT)
@@ -138,9 +147,18 @@ def open_source(source: Source) -> TextSource:
         files = [path] if path.is_file() else data_files(path, SUFFIXES, source.split)
     if not files:
         raise DataError(
-            f"{given} holds no text files: name a pattern that matches some, such as 'texts/*.jsonl'"
+            f"{given} holds no text files: name a pattern that matches some, such as "
+            "'texts/*.jsonl'"
         )
     return Files(given, files, lenient=is_stdlib)
+
+
+def first_row(text: TextSource) -> Mapping[str, Any]:
+    """The first row of a text; empty for plain text, and where it can't be read."""
+    with suppress(Exception):  # what is wrong with the text is explained when it is read
+        row: Mapping[str, Any] = next(text.pieces(Fields((), "row"))).text
+        return row
+    return {}
 
 
 def is_on_hub(source: Source) -> bool:
@@ -153,7 +171,8 @@ def is_on_hub(source: Source) -> bool:
 
 
 def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> DatasetCommits:
-    """The commit of every Hub dataset among the sources, which a run looks up once and keeps, although branches move.
+    """The commit of every Hub dataset among the sources, which a run looks up once and keeps,
+    although branches move.
 
     Args:
         sources: the sources of text; local ones have no commit.
@@ -171,7 +190,9 @@ def find_commits(sources: Iterable[Source], known: Mapping[str, str]) -> Dataset
 
 
 def pinned(sources: Iterable[Source], commits: Mapping[str, str]) -> tuple[Source, ...]:
-    """The sources with the commits of their Hub datasets as revisions, as far as the commits are known."""
+    """The sources with the commits of their Hub datasets as revisions, as far as the commits are
+    known.
+    """
     return tuple(
         replace(source, revision=commits.get(_reference(source), source.revision))
         for source in sources

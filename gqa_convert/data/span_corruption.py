@@ -1,8 +1,9 @@
-"""T5's span corruption: spans of a text are removed, each is replaced by a sentinel, and the decoder predicts each span
-after its sentinel (Raffel et al. 2020, section 3.1.4).
+"""T5's span corruption: spans of a text are removed, each is replaced by a sentinel, and the
+decoder predicts each span after its sentinel (Raffel et al. 2020, section 3.1.4).
 
-15% of the tokens are removed, in spans of three on average. The length of a block is chosen so that the encoder's input
-has exactly `sequence_length` tokens, end-of-text included, and neither side is ever padded.
+15% of the tokens are removed, in spans of three on average. The length of a block is chosen so that
+the encoder's input has exactly `sequence_length` tokens, end-of-text included, and neither side is
+ever padded.
 
 Shape legend: b blocks, n tokens of a block, s removed spans.
 """
@@ -12,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.encoders import end_of_text, text_encoder
+from gqa_convert.data.encoders import Encoder, text_encoder
+from gqa_convert.data.model_tokenizer import end_of_text, sentinel_ids
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
 from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import Encoder, TokenSource
+from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import DataError
 
 Flags = npt.NDArray[np.bool_]
@@ -56,30 +58,12 @@ def shape_for(length: int) -> Shape:
     """
     if length < _SHORTEST_INPUT:
         raise DataError(
-            f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it larger"
+            f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it "
+            "larger"
         )
     shapes = map(shape_of, range(2 * length, 1, -1))
     # the input is the rest of the text, a sentinel for each span, and end-of-text
     return next(shape for shape in shapes if shape.raw - shape.noise + shape.spans + 1 == length)
-
-
-def sentinel_ids(tokenizer: Any) -> Integers:
-    """The ids of `<extra_id_0>`, `<extra_id_1>`, ..., as many as the tokenizer has; mT5's begin with its word-boundary
-    mark.
-    """
-    vocabulary = tokenizer.get_vocab()
-    found: list[int] = []
-    while True:
-        name = f"<extra_id_{len(found)}>"
-        number = vocabulary.get(name, vocabulary.get(f"▁{name}"))
-        if number is None:
-            return np.array(found, np.int64)
-        found.append(number)
-
-
-def has_sentinels(tokenizer: Any) -> bool:
-    """Whether the tokenizer has sentinel tokens, as T5's have."""
-    return len(sentinel_ids(tokenizer)) > 0
 
 
 class SpanCorruption:
@@ -94,7 +78,8 @@ class SpanCorruption:
         raw: the tokens of text that come to this length.
 
     Raises:
-        DataError: the tokenizer lacks a token or has too few sentinels for so long an input, or no block has so short a one.
+        DataError: the tokenizer lacks a token or has too few sentinels for so long an input, or no
+            block has so short a one.
     """
 
     def __init__(self, tokenizer: Any, decoder_start: int, length: int) -> None:
@@ -103,12 +88,14 @@ class SpanCorruption:
         self.sentinels = sentinel_ids(tokenizer)
         if not len(self.sentinels):
             raise DataError(
-                "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the objective pairs"
+                "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the "
+                "objective pairs"
             )
         self.raw, _, spans = shape_for(length)
         if spans > len(self.sentinels):
             raise DataError(
-                f"an encoder input of {length} tokens needs {spans} sentinel tokens, the tokenizer has "
+                f"an encoder input of {length} tokens needs {spans} sentinel tokens, the tokenizer "
+                "has "
                 f"{len(self.sentinels)}: make sequence_length smaller"
             )
 
@@ -120,8 +107,8 @@ class SpanCorruption:
             keys: [b], which seed the choice of spans.
 
         Returns:
-            `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and `decoder_input_ids`, the labels shifted
-            right by one.
+            `input_ids` [b, n - noise + s + 1], `labels` [b, noise + s + 1], and
+            `decoder_input_ids`, the labels shifted right by one.
         """
         total, noise, spans = shape_of(raw.shape[1])
         kept = total - noise
@@ -147,9 +134,11 @@ class SpanCorruption:
         }
 
     def _marked(self, raw: Integers, dropped: Flags) -> Integers:
-        """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text behind them.
+        """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text
+        behind them.
 
-        Text and spans alternate, beginning with text, so that the run number i of either has the sentinel i.
+        Text and spans alternate, beginning with text, so that the run number i of either has the
+        sentinel i.
         """
         begins = dropped.copy()
         begins[:, 1:] &= ~dropped[:, :-1]
@@ -179,8 +168,8 @@ def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:
 
 
 class SpanSampler(BlockSampler):
-    """Corrupted blocks of token files, cut one behind the other. The tokens left over in an epoch are fewer than a block.
-    `sequence_length` is the tokens of the encoder's input.
+    """Corrupted blocks of token files, cut one behind the other. The tokens left over in an epoch
+    are fewer than a block. `sequence_length` is the tokens of the encoder's input.
     """
 
     def __init__(self, settings: SampleSettings) -> None:

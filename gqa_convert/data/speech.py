@@ -1,43 +1,122 @@
-"""Speech as a model's input: batches of sounds and what is said in them, for models that hear.
+"""Speech: folders of sound, and windows of them as a model that hears reads them.
 
-A batch holds `encoder_outputs`, what the encoder makes of windows of 30 seconds padded with silence, [windows, positions,
-hidden_size] in bfloat16, and `decoder_input_ids` of their texts, cut to one length: sounds are sorted by the length of
-their texts first, so that little is lost. The encoder runs once for each window, because no conversion changes it.
+A folder follows the convention of `datasets`' `audiofolder`: files of metadata in it state
+`file_name`, from where they lie, and `text` for each sound; without them, every audio file counts,
+and there are no texts. soundfile decodes the files, and soxr resamples them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.data.audio_files import AudioFile, Samples, read_audio
-from gqa_convert.data.order import divided, mix, permuted
-from gqa_convert.errors import DataError
-from gqa_convert.families.loading import explained, load_tokenizer, no_warnings
-from gqa_convert.runtime.json_objects import Config
+from gqa_convert.data.files import explained, read_rows
+from gqa_convert.data.folders import TRAIN, data_files, note_unread
+from gqa_convert.errors import DataError, MissingExtraError
+from gqa_convert.families import loading
 
 _TASK = "transcribe"
+SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+SHORTEST_SECONDS = 0.2
+"""A shorter file holds no word."""
 
-_PER_HIDDEN = 12
-_AT_ONCE = 16
-"""Windows of a batch."""
-
-Batch = dict[str, Tensor]
+Samples = npt.NDArray[np.float32]
 
 
-def speech_tokens_for(config: Config) -> int:
-    """The default number of tokens of text: 12 per hidden dimension, some 240 sentences for Whisper base.
+class AudioFile(NamedTuple):
+    """A file of sound, and what is said in it; None where the folder has no texts."""
 
-    Each comes with hundreds of positions of sound, on which the keys and values of cross-attention are fitted.
+    path: Path
+    text: str | None
+
+
+def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
+    """The audio files of a folder, in the order of their metadata, or of their names.
+
+    Raises:
+        DataError: there is no folder, no such split or no audio file, or the metadata does not fit
+            the files.
     """
-    return _PER_HIDDEN * int(config["d_model"])
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is no folder: a model that hears takes a folder of audio files, with texts "
+            "or without"
+        )
+    paths = data_files(folder, SUFFIXES, split, shared=METADATA)
+    sounds = [path for path in paths if path.name not in METADATA]
+    if not sounds:
+        raise DataError(
+            f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does"
+        )
+    texts: dict[Path, str] = {}
+    for metadata in (path for path in paths if path.name in METADATA):
+        with explained(metadata), metadata.open("rb") as handle:
+            rows = [row for _, row in read_rows(metadata, handle, ("file_name", "text"))]
+        if not rows:
+            raise DataError(f"{metadata} has no rows: add one for each audio file, or remove it")
+        for row in rows:
+            name, text = row.get("file_name"), row.get("text")
+            path = metadata.parent / str(name)
+            problem = ""
+            if not isinstance(name, str):
+                problem = "has a row without file_name: every row names its audio file"
+            elif path in texts:
+                problem = f"names {name}, which a row before it names: remove one of them"
+            elif not path.is_file():
+                problem = f"names {name}, which is not there: add it or remove the row"
+            elif not isinstance(text, str):
+                problem = f"states no text for {name}: add it, or remove the row"
+            if problem:
+                raise DataError(f"{metadata} {problem}")
+            texts[path] = str(text)
+    # rows of one file may describe sounds of several splits
+    found = [AudioFile(path, text) for path, text in texts.items() if path in sounds]
+    if found:
+        note_unread(folder, {path: "not in the metadata" for path in sounds if path not in texts})
+    return found or [AudioFile(path, None) for path in sounds]
+
+
+def read_audio(path: Path, rate: int) -> Samples:
+    """The samples of a file, [n], of one channel at `rate` samples per second.
+
+    Raises:
+        DataError: the file can't be decoded, is shorter than `SHORTEST_SECONDS`, or holds NaN.
+        MissingExtraError: soundfile or soxr is not installed.
+    """
+    try:
+        import soundfile
+        import soxr
+    except ImportError as problem:
+        raise MissingExtraError(
+            f"reading sound needs {problem.name}, which is not installed: pip install "
+            "'gqa-convert[audio]'"
+        ) from None
+    try:
+        channels, found_rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as problem:
+        raise DataError(
+            f"{path} can't be read as sound ({problem}): repair it, or take it out of the folder"
+        ) from None
+    samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
+    fault = ""
+    if len(samples) < SHORTEST_SECONDS * rate:
+        fault = f"lasts {len(samples) / rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}"
+    elif not np.isfinite(samples).all():
+        fault = "holds samples that are no finite numbers"
+    if fault:
+        raise DataError(f"{path} {fault}: take it out of the folder")
+    return samples
 
 
 class Window(NamedTuple):
-    """A sound of at most one window of the encoder, and what is said in it; None before the source has written it."""
+    """A sound of at most one window of the encoder, and what is said in it; None before the source
+    has written it.
+    """
 
     samples: Samples
     text: str | None
@@ -62,8 +141,8 @@ class SpeechModel:
         from transformers import AutoFeatureExtractor
 
         self.model = model
-        with explained(f"the tokenizer or the feature extractor of {folder}"):
-            self.tokenizer = load_tokenizer(folder)
+        with loading.explained(f"the tokenizer or the feature extractor of {folder}"):
+            self.tokenizer = loading.load_tokenizer(folder)
             self._extractor = AutoFeatureExtractor.from_pretrained(folder)
         self.rate = int(self._extractor.sampling_rate)
         self.window_samples = int(self._extractor.n_samples)
@@ -77,20 +156,26 @@ class SpeechModel:
         return made
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text that is said, and the one that ends it; none for a text without words."""
+        """The tokens of a text that is said, and the one that ends it; none for a text without
+        words.
+        """
         options = {"add_special_tokens": False, "split_special_tokens": True}
         ids: list[int] = self.tokenizer(f" {text}", **options)["input_ids"] if text else []
         return [*ids, self.tokenizer.eos_token_id] if ids else []
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
-        """What the encoder makes of windows, [windows, positions, hidden_size], on the model's device."""
+        """What the encoder makes of windows, [windows, positions, hidden_size], on the model's
+        device.
+        """
         features = self.features(windows).to(self.model.device, self.model.dtype)
         with torch.no_grad():
             encoded: Tensor = self.model.get_encoder()(features).last_hidden_state
         return encoded
 
     def prompts(self, encoded: Tensor) -> Tensor:
-        """The tokens with which the decoder begins, [windows, P]: for several languages, the one that the model hears."""
+        """The tokens with which the decoder begins, [windows, P]: for several languages, the one
+        that the model hears.
+        """
         generation = self.model.generation_config
         columns = [torch.full((len(encoded),), generation.decoder_start_token_id)]
         if self._is_multilingual:
@@ -109,7 +194,7 @@ class SpeechModel:
         task = {"task": _TASK} if self._is_multilingual else {}
         most = self.model.config.max_target_positions // 2
         sound = self.encoder_outputs(encoded)
-        with torch.no_grad(), no_warnings():
+        with torch.no_grad(), loading.no_warnings():
             ids = self.model.generate(
                 encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task
             )
@@ -129,8 +214,8 @@ class SpeechModel:
 def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Window]:
     """The windows of files, one file after the other.
 
-    A file that fits one window is one. A longer one is cut into windows; which part of its text is said in which of
-    them is not known, so that they have none.
+    A file that fits one window is one. A longer one is cut into windows; which part of its text is
+    said in which of them is not known, so that they have none.
     """
     for file in files:
         samples = read_audio(file.path, speech.rate)
@@ -140,103 +225,3 @@ def cut_windows(files: Iterable[AudioFile], speech: SpeechModel) -> Iterator[Win
             continue
         for first in range(0, len(samples) - speech.rate, length):
             yield Window(samples[first : first + length], None)
-
-
-class SpokenText(NamedTuple):
-    """A window as the model takes it: what its encoder makes of it, [positions, hidden_size], and the decoder's tokens, [length],
-    with the prompt."""
-
-    encoded: Tensor
-    tokens: Tensor
-
-
-class SpeechSize(NamedTuple):
-    """How many tokens of text are wanted of each part; those of the prompts count."""
-
-    layers: int
-    held_out: int
-    fresh: int
-
-
-class Speech(NamedTuple):
-    """Batches of speech.
-
-    Attributes:
-        layers: for the layers, keyword arguments of the model's forward pass.
-        held_out: of other windows, for evaluation.
-        fresh: of still other windows.
-        tokens: of text in `layers`.
-        description: what was heard, in words.
-    """
-
-    layers: list[Batch]
-    held_out: list[Batch]
-    fresh: list[Batch]
-    tokens: int
-    description: str
-
-
-def speech_batches(
-    speech: SpeechModel,
-    files: Sequence[AudioFile],
-    size: SpeechSize,
-    *,
-    seed: int,
-    progress: Callable[[int, int], None] = lambda *_: None,
-) -> Speech:
-    """Draw windows of sound from all files without replacement; of less sound than is asked for, all is used.
-
-    Args:
-        speech: the source. It writes the texts that are not stated.
-        files: the files, which are read in an order that `seed` decides.
-        size: how much text.
-        seed: of that order.
-        progress: called with the tokens found and those wanted.
-
-    Raises:
-        DataError: a file can't be read, or nothing is said in any.
-    """
-    order = (files[permuted(number, len(files), mix(seed, 5))] for number in range(len(files)))
-    windows = cut_windows(order, speech)
-    found: list[SpokenText] = []
-    tokens = written = 0
-    while tokens < sum(size) and (group := list(islice(windows, _AT_ONCE))):
-        spoken = _spoken(speech, group)
-        found += spoken
-        tokens += sum(len(each.tokens) for each in spoken)
-        written += sum(window.text is None for window in group)
-        progress(min(tokens, sum(size)), sum(size))
-    if not found:
-        raise DataError("the model hears no word in any of the files: name a folder of speech")
-    parts = divided(found, [len(spoken.tokens) for spoken in found], size.layers, size.held_out)
-    layers, held_out, fresh = map(_batches, parts)
-    used = sum(batch["decoder_input_ids"].numel() for batch in layers)
-    by = f"{written} texts written by the source" if written else "texts as stated"
-    return Speech(layers, held_out, fresh, used, f"{used} tokens of {len(found)} sounds, {by}")
-
-
-def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> list[SpokenText]:
-    """Windows with their texts as tokens; those in which nothing is said are left out."""
-    encoded = speech.encode(windows)
-    kept = encoded.to("cpu", torch.bfloat16)
-    untold = [number for number, window in enumerate(windows) if window.text is None]
-    heard = iter(speech.transcribe(encoded[untold]) if untold else ())
-    found = []
-    for window, sound, prompt in zip(windows, kept, speech.prompts(encoded), strict=True):
-        ids = speech.text_tokens(next(heard) if window.text is None else window.text)
-        if ids:
-            tokens = torch.cat([prompt, torch.tensor(ids)])
-            found.append(SpokenText(sound, tokens[: speech.model.config.max_target_positions]))
-    return found
-
-
-def _batches(found: Sequence[SpokenText]) -> list[Batch]:
-    """Batches of texts of about one length, cut to the shortest."""
-    by_length = sorted(found, key=lambda spoken: len(spoken.tokens))
-    made = []
-    for first in range(0, len(by_length), _AT_ONCE):
-        group = by_length[first : first + _AT_ONCE]
-        ids = torch.stack([spoken.tokens[: len(group[0].tokens)] for spoken in group])
-        encoded = torch.stack([spoken.encoded for spoken in group])
-        made.append({"encoder_outputs": encoded, "decoder_input_ids": ids})
-    return made

@@ -1,75 +1,56 @@
 """Tokens on disk: a source is tokenised once for each tokenizer, and mapped into memory.
 
-Each source has a file of tokens, and a record beside it, which states how many of them count and is replaced once they are
-on the disk. A tokenisation that was killed therefore goes on where the last one ended, and a stream is tokenised further
-when a run needs more of it. The name of both is a hash of everything that determines the tokens.
+Each source has a file of tokens, and a record beside it, which states how many of them count and is
+replaced once they are on the disk. A tokenisation that was killed therefore goes on where the last
+one ended, and a stream is tokenised further when a run needs more of it. The name of both is a hash
+of everything that determines the tokens.
 
-A lock makes others wait instead of doing the same work. Nothing else depends on it, since many network file systems have
-locks within one machine only: a token is written to its own place in the file, and whoever writes there writes the same.
-
-A token is its id with a mark in the upper bit, for which a vocabulary has no use.
+A lock makes others wait instead of doing the same work. Nothing else depends on it, since many
+network file systems have locks within one machine only: a token is written to its own place in the
+file, and whoever writes there writes the same.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
-import numpy.typing as npt
 
 from gqa_convert.data.documents import Piece
+from gqa_convert.data.encoders import LAST, Encoder, Marked, ids_of
 from gqa_convert.data.files import Files
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import TextSource
 from gqa_convert.errors import DataError, is_disk_full, no_space
 from gqa_convert.publishing.atomic_files import atomic_file
 from gqa_convert.publishing.locks import wait_for_lock
+from gqa_convert.runtime.paths import cache_folder
 
-Marked = npt.NDArray[np.uint32]
-"""Token ids, the last one of each document with its mark."""
-LAST = np.uint32(1 << 31)
-"""The mark of the last token of a document."""
 _FORMAT = 3
 _BATCH_CHARACTERS = 1 << 22
 _BATCH_PIECES = 1024
 _SAMPLED = 1 << 14
-"""Tokens of a file that are checked when it is opened, which takes a second on a network file system."""
+"""Tokens of a file that are checked when it is opened, which takes a second on a network file
+system.
+"""
 
 OnTokenize = Callable[[str, int, int], None]
-"""Called with the source being tokenised, what is done and the total: bytes of files, tokens of streams."""
+"""Called with the source being tokenised, what is done and the total: bytes of files, tokens of
+streams.
+"""
 
 
-class Encoder(Protocol):
-    """Turns documents into tokens.
-
-    Attributes:
-        fields: the fields of a row that hold a document.
-        key: everything that determines the tokens of a document, as plain data.
-    """
-
-    fields: Any
-    key: list[Any]
-
-    def encode(self, pieces: Sequence[Piece]) -> Marked:
-        """The tokens of the pieces, one behind the other: [tokens]."""
-
-
-def packed(parts: Sequence[Sequence[int]], ends: Sequence[bool]) -> Marked:
-    """Token ids one behind the other, with the mark of the last token at the end of each part for which `ends` is true:
-    [tokens].
-    """
-    flat = np.fromiter(chain.from_iterable(parts), np.uint32, sum(map(len, parts)))
-    last = np.cumsum([len(part) for part in parts], dtype=np.int64)[np.array(ends, bool)] - 1
-    flat[last[last >= 0]] |= LAST
-    return flat
+def default_cache() -> Path:
+    """The folder of token files."""
+    return cache_folder() / "tokens"
 
 
 class _Record(NamedTuple):
@@ -104,8 +85,10 @@ class TokenSource:
         tokens: [tokens], with their marks; usually a mapped file.
         label: the source as the user names it.
         complete: whether they are all of the source.
-        is_stream: whether the source may never end, so that its first epoch is shuffled within windows.
-        fingerprint: a hash that identifies the tokens; for a stream also those that are still to come.
+        is_stream: whether the source may never end, so that its first epoch is shuffled within
+            windows.
+        fingerprint: a hash that identifies the tokens; for a stream also those that are still to
+            come.
         largest: the largest id among them.
     """
 
@@ -122,8 +105,15 @@ class TokenSource:
         return len(self.tokens)
 
     def read(self, start: int, count: int) -> Integers:
-        """The ids of tokens from a position on, continuing with the first token after the last: [count]."""
+        """The ids of tokens from a position on, continuing with the first token after the last:
+        [count].
+        """
         return ids_of(self.tokens.take(np.arange(start, start + count), mode="wrap"))
+
+    def document(self, number: int) -> Integers:
+        """The ids of a document's tokens: [n]."""
+        start = self.ends[number - 1] if number else 0
+        return ids_of(self.tokens[start : self.ends[number]])
 
     @cached_property
     def ends(self) -> Integers:
@@ -131,26 +121,21 @@ class TokenSource:
         return np.flatnonzero(self.tokens & LAST) + 1
 
 
-def ids_of(marked: Marked) -> Integers:
-    """The ids of tokens without their marks."""
-    return (marked & ~LAST).astype(np.int64)
-
-
 def tokenize(
     text: TextSource,
     encoder: Encoder,
-    cache: Path,
     *,
     needed: int | None = None,
     progress: OnTokenize = lambda *_: None,
 ) -> TokenSource:
-    """The tokens of a source, which is tokenised as far as the cache doesn't have it. If several processes call this at
-    once, one tokenises and the others wait, where the file system has locks.
+    """The tokens of a source, which is tokenised as far as the cache doesn't have it.
+
+    If several processes call this at once, one tokenises and the others wait, where the file system
+    has locks.
 
     Args:
         text: the source.
         encoder: the tokenizer.
-        cache: the folder of the token files.
         needed: how many tokens suffice; None for all of the source.
         progress: called after each batch.
 
@@ -158,53 +143,45 @@ def tokenize(
         DataError: the text can't be read or is empty, or the cache can't be written.
         NoSpaceError: its disk is full.
     """
+    cache = default_cache()
     identity = [_FORMAT, text.identity(), repr(encoder.fields), encoder.key]
-    path = (
-        cache / f"{hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()}.tokens"
-    )
+    name = hashlib.sha256(json.dumps(identity, default=str).encode()).hexdigest()
+    path = cache / f"{name}.tokens"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(path.with_suffix(".lock")):
             record = _read_record(path)
             if not record.suffices(needed):
-                record = _appended(text, encoder, path, record, needed, progress)
+                appended = _appended(text, encoder, path, record)
+                for record in appended:
+                    _keep(path, record)
+                    _tell(text, record, needed, progress)
+                    if record.suffices(needed):
+                        break
         tokens = _mapped(path, record)
     except OSError as problem:
         if is_disk_full(problem):
             raise no_space(cache, "continues (or set XDG_CACHE_HOME to another disk)") from None
         raise DataError(
-            f"the token cache {cache} can't be used ({problem.strerror or problem}): set XDG_CACHE_HOME to a folder on a local disk"
+            f"the token cache {cache} can't be used ({problem.strerror or problem}): "
+            "set XDG_CACHE_HOME to a folder on a local disk"
         ) from None
     return TokenSource(
         tokens,
         label=text.label,
         complete=record.complete,
         is_stream=text.is_stream,
-        fingerprint=path.stem if text.is_stream else record.digest,
+        fingerprint=name if text.is_stream else record.digest,
         largest=record.largest,
     )
 
 
-def _appended(
-    text: TextSource,
-    encoder: Encoder,
-    path: Path,
-    record: _Record,
-    needed: int | None,
-    progress: OnTokenize,
-) -> _Record:
-    """Append the tokens of the documents after those of a record, until they suffice or the source ends; returns the new
-    record.
+def _appended(text: TextSource, encoder: Encoder, path: Path, record: _Record) -> Iterator[_Record]:
+    """Append the tokens of the documents after those of a record: the new record after each batch.
+
+    Raises:
+        DataError: the text can't be read or is empty.
     """
-
-    def note(record: _Record) -> None:
-        with atomic_file(path.with_suffix(".json"), path.with_suffix(f".{uuid4()}.new")) as file:
-            file.write(json.dumps(record._asdict()).encode())
-        if isinstance(text, Files):
-            progress(text.label, text.bytes_read, text.total_bytes)
-        elif needed is not None:
-            progress(text.label, min(record.tokens, needed), needed)
-
     path.touch()
     with path.open("r+b") as file:
         file.seek(record.tokens * LAST.itemsize)
@@ -223,15 +200,25 @@ def _appended(
             )
             if record.tokens:
                 record = record._replace(sample=_sample(_mapped(path, record)))
-                note(record)
-            if record.suffices(needed):
-                return record
+                yield record
     if not record.tokens:
         path.unlink()
         raise DataError(f"{text.label} holds no text: name another source, or other fields")
-    record = record._replace(complete=True)
-    note(record)
-    return record
+    yield record._replace(complete=True)
+
+
+def _keep(path: Path, record: _Record) -> None:
+    """Replace the record of a token file."""
+    with atomic_file(path.with_suffix(".json"), path.with_suffix(f".{uuid4()}.new")) as file:
+        file.write(json.dumps(record._asdict()).encode())
+
+
+def _tell(text: TextSource, record: _Record, needed: int | None, progress: OnTokenize) -> None:
+    """Report bytes of files, or tokens of a stream."""
+    if isinstance(text, Files):
+        progress(text.label, text.bytes_read, text.total_bytes)
+    elif needed is not None:
+        progress(text.label, min(record.tokens, needed), needed)
 
 
 def _mapped(path: Path, record: _Record) -> Marked:

@@ -1,9 +1,11 @@
-"""The losses of uptraining and of fit: cross-entropy with the text, and the divergence from a teacher.
+"""The losses of uptraining and of fit: cross-entropy with the text, and the divergence from a
+teacher.
 
-Logits are a batch's largest tensor by far. They are made for some positions at a time where the output layer was taken
-out of the model (`output_layer`), and each part's gradient is computed at once, in the forward pass, so that no logits
-are kept, as in Liger (Hsu et al. 2024, section 3.2). Computing them again in the backward pass instead would cost a
-third more of the output layer's time.
+Logits are a batch's largest tensor by far. They are made for some positions at a time where the
+output layer was taken out of the model (`output_layer`), and each part's gradient is computed at
+once, in the forward pass, so that no logits are kept, as in Liger (Hsu et al. 2024, section 3.2).
+Computing them again in the backward pass instead would cost a third more of the output layer's
+time.
 
 Shape legend: n positions, V tokens of the vocabulary, d hidden_size.
 """
@@ -17,22 +19,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, nll_loss
 
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.sampler import IGNORED
 from gqa_convert.losses.output_layer import OutputLayer, capped
 
 CHUNK = 1 << 18
-"""The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits its cache."""
+"""The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits
+its cache.
+"""
 CHUNK_ON_ACCELERATOR = 1 << 24
 _POSITIONS = 1024
 _PARTS = 8
-"""Positions whose logits are made at a time, and into how many parts a batch is divided at most: with more of them,
-reading the layer and adding to its gradient would take longer than the products.
+"""Positions whose logits are made at a time, and into how many parts a batch is divided at most:
+with more of them, reading the layer and adding to its gradient would take longer than the products.
 """
 
 
 class CombinedLoss(NamedTuple):
-    """A weighted loss and its parts, each a sum over positions, which is summed over micro-batches and processes before
-    it is divided by the count; without a weight the divergence is not computed and 0.
+    """A weighted loss and its parts, each a sum over positions, which is summed over micro-batches
+    and processes before it is divided by the count; without a weight the divergence is not computed
+    and 0.
     """
 
     sum: Tensor
@@ -75,23 +80,28 @@ def combined_loss(
     weight: float = 0.0,
     z_loss: float = 0.0,
 ) -> CombinedLoss:
-    """Compute (1 - weight) * cross-entropy + weight * KL(teacher || student) in one pass over the logits.
+    """Compute (1 - weight) * cross-entropy + weight * KL(teacher || student) in one pass over the
+    logits.
 
-    Vocabularies padded to different sizes are compared in the part that they share; both distributions are conditioned
-    on it. Sums and softmaxes are float32 (float64 for float64 logits). Where a gradient is needed, it overwrites logits
-    that are given, and only one backward pass is possible. Products of a layer are computed in its dtype, or that of
-    autocasting; its gradient has its dtype.
+    Vocabularies padded to different sizes are compared in the part that they share; both
+    distributions are conditioned on it. Sums and softmaxes are float32 (float64 for float64
+    logits). Where a gradient is needed, it overwrites logits that are given, and only one backward
+    pass is possible. Products of a layer are computed in its dtype, or that of autocasting; its
+    gradient has its dtype.
 
     Args:
         output: [..., V], the student's logits, or [..., d], the input of its output layer.
         labels: [...], next tokens, or -100 for positions to ignore.
-        teacher: [..., V'], the teacher's logits, or [..., d'], the input of its output layer; receives no gradient.
+        teacher: [..., V'], the teacher's logits, or [..., d'], the input of its output layer;
+            receives no gradient.
         layer: the student's output layer; None if `output` contains logits.
         teacher_layer: the teacher's output layer; None if `teacher` contains logits.
-        labelled: [k], the numbers of the positions that have labels, which alone get logits; by default all do.
+        labelled: [k], the numbers of the positions that have labels, which alone get logits; by
+            default all do.
         weight: the weight of the divergence, from 0 (cross-entropy only) to 1 (divergence only).
-        z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a position's logits. T5 and PaLM
-            were pretrained with 1e-4, which keeps the logits from drifting.
+        z_loss: the weight of log(Z)^2, which is added; Z is the sum of the exponentials of a
+            position's logits. T5 and PaLM were pretrained with 1e-4, which keeps the logits from
+            drifting.
 
     Returns:
         The sums over the labelled positions and their number, in float32.
@@ -127,8 +137,8 @@ def positions_at_once(positions: int) -> int:
 def token_losses(
     logits: Tensor, labels: Tensor, teacher: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each position, [n], and its divergence from a teacher, [n], 0 without one; positions with the
-    label -100 have losses of 0.
+    """The cross-entropy of each position, [n], and its divergence from a teacher, [n], 0 without
+    one; positions with the label -100 have losses of 0.
 
     Args:
         logits: [n, V].
@@ -139,8 +149,8 @@ def token_losses(
 
 
 class _Compared(NamedTuple):
-    """The cross-entropy of each position and its divergence, [n]; the logarithms of the student's predictions, [n, V], and
-    those of student and teacher over the tokens that they share.
+    """The cross-entropy of each position and its divergence, [n]; the logarithms of the student's
+    predictions, [n, V], and those of student and teacher over the tokens that they share.
     """
 
     lm: Tensor
@@ -168,7 +178,9 @@ def _compare(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> _Compare
 
 
 class _Loss(torch.autograd.Function):  # type: ignore[misc]
-    """The weighted sum of the losses of positions, and the sums of their cross-entropy and divergence."""
+    """The weighted sum of the losses of positions, and the sums of their cross-entropy and
+    divergence.
+    """
 
     @staticmethod
     def forward(
@@ -231,7 +243,8 @@ class _Loss(torch.autograd.Function):  # type: ignore[misc]
         gradients = ctx.saved_tensors
         for gradient in gradients:
             for rows in () if gradient is None else gradient.split(_rows_at_once(gradient)):
-                # rounding the scale to the gradient's dtype would put the same error into all numbers
+                # rounding the scale to the gradient's dtype would put the same error into all
+                # numbers
                 rows.copy_(rows.to(scale.dtype) * scale)
         return *gradients, None, None, None
 
@@ -242,7 +255,8 @@ def _evaluate(
     """The sums of the weighted losses, the cross-entropies and the divergences of positions, [3].
 
     Args:
-        logits: [n, V], before they are capped; overwritten by the gradient of the weighted sum if it is `differentiable`.
+        logits: [n, V], before they are capped; overwritten by the gradient of the weighted sum if
+            it is `differentiable`.
         labels: [n].
         teacher: [n, V'], logits.
         terms: of the loss.
@@ -270,8 +284,8 @@ def _evaluate(
 
 
 def _gradient(found: _Compared, labels: Tensor, terms: _Terms, log_z: Tensor) -> Tensor:
-    """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less what is wanted. It is
-    0 for a student that is its teacher.
+    """The gradient of the weighted loss with respect to the logits, [n, V]: what is predicted less
+    what is wanted. It is 0 for a student that is its teacher.
 
     Args:
         found: the predictions.

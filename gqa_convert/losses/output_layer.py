@@ -1,4 +1,6 @@
-"""Takes output layers out of models, so that logits, a batch's largest tensor by far, need not be made at once."""
+"""Takes output layers out of models, so that logits, a batch's largest tensor by far, need not be
+made at once.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,9 @@ _TRIED = 8
 _EQUAL = 0.01
 """The largest relative difference of factors that are equal, in bfloat16."""
 _TRIAL = (1000.0, -1.0, 0.001, -300.0)
-"""Numbers that a model must multiply by one factor: caps and clamps change large ones, sums change small ones."""
+"""Numbers that a model must multiply by one factor: caps and clamps change large ones, sums change
+small ones.
+"""
 
 
 class OutputLayer(NamedTuple):
@@ -52,14 +56,15 @@ class _Removed(torch.nn.Linear):  # type: ignore[misc]
 
 
 def remove_output_layer(model: Any, inputs: Mapping[str, Tensor]) -> bool:
-    """Take the output layer out of a model, which from then on returns, as its logits, the states [b, L, d] of which
-    `removed_output_layer` makes them. Parameters and their names stay.
+    """Take the output layer out of a model, which from then on returns, as its logits, the states
+    [b, L, d] of which `removed_output_layer` makes them. Parameters and their names stay.
 
-    This is possible for a model that does nothing else with its logits than to multiply or to cap them, and that adds
-    no bias to logits that it multiplies. Whether it does is tried.
+    This is possible for a model that does nothing else with its logits than to multiply or to cap
+    them, and that adds no bias to logits that it multiplies. Whether it does is tried.
 
     Args:
-        model: a transformers model with a language-model head. If it is sharded, all processes must call this.
+        model: a transformers model with a language-model head. If it is sharded, all processes must
+            call this.
         inputs: arguments of the model, of which the first row and few tokens are used.
 
     Returns:
@@ -89,7 +94,9 @@ def restore_output_layer(model: Any) -> None:
 
 
 def removed_output_layer(model: Any) -> OutputLayer | None:
-    """The output layer that `remove_output_layer` took out of a model; None if the model makes logits itself."""
+    """The output layer that `remove_output_layer` took out of a model; None if the model makes
+    logits itself.
+    """
     layer = model.get_output_embeddings()
     return OutputLayer(layer.weight, layer.bias, layer.cap) if isinstance(layer, _Removed) else None
 
@@ -111,7 +118,9 @@ def _set_cap(model: Any, cap: float | None) -> None:
 
 
 def _factor(model: Any, layer: Any, inputs: Mapping[str, Tensor]) -> float:
-    """The number by which a model multiplies what its output layer returns; 0 if it does anything else with it."""
+    """The number by which a model multiplies what its output layer returns; 0 if it does anything
+    else with it.
+    """
     made: list[Tensor] = []
 
     def substitute(_: Any, __: Any, states: Tensor) -> Tensor:

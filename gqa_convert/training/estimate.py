@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.data.encoders import LAST
 from gqa_convert.data.objectives import make_sampler
 from gqa_convert.data.sampler import Batch, Sampler
-from gqa_convert.data.token_files import LAST, TokenSource
+from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
 from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once

@@ -29,10 +29,10 @@ from gqa_convert.data.keys import (
     declared_in,
     fields_of,
     read_keys,
+    shown,
     suggestion,
 )
 from gqa_convert.data.objectives import OBJECTIVES
-from gqa_convert.data.scalars import shown
 from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 from gqa_convert.runtime.json_objects import plain

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gqa_convert.data.hub import default_cache
-from gqa_convert.data.token_files import OnTokenize
+from gqa_convert.data.token_files import OnTokenize, default_cache
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.training.opening import open_recipe

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from gqa_convert.data.labels import IGNORED
 from gqa_convert.data.order import mix
-from gqa_convert.data.sampler import Batch
+from gqa_convert.data.sampler import IGNORED, Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
 from gqa_convert.losses.output_layer import removed_output_layer

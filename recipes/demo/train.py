@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from gqa_convert.data.documents import Fields
 from gqa_convert.data.files import Files
-from gqa_convert.data.stdlib_text import source_files
+from gqa_convert.data.folders import source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 2048

@@ -10,15 +10,13 @@ import pytest
 import torch
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
+from gqa_convert.conversion.calibration import blocks, texts
 from gqa_convert.conversion.calibration import text as calibration_text
-from gqa_convert.conversion.calibration.text import (
-    Calibration,
-    calibration_batches,
-    calibration_tokens_for,
-)
+from gqa_convert.conversion.calibration.streams import Calibration, calibration_tokens_for
 from gqa_convert.data import sources
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import ConfigError, DataError, GQAConvertError, OptionError
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.checkpoints import refused
 from tests.helpers.data_helpers import EOS, PAD, WORDS, restored, span_tokenizer
 from tests.helpers.evaluate_models import write_rows
@@ -119,7 +117,7 @@ def test_the_default_number_of_tokens(config: dict[str, Any], tokens: int) -> No
 def test_a_text_is_used_whole_where_it_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 30)
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 30)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(19)
     tokens = stream_of(found)
     assert len(tokens) % LENGTH > 1
@@ -152,7 +150,7 @@ def test_a_last_token_alone_is_no_block(tmp_path: Path) -> None:
 def test_blocks_come_from_all_over_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 64)
     model, found = model_of(tmp_path / "model", CAUSAL), documents(503)
     tokens, path = stream_of(found), written(tmp_path / "a.jsonl", found)
     starts = {}
@@ -180,7 +178,7 @@ def test_further_blocks_do_not_change_the_others(
         model_of(tmp_path / "model", CAUSAL),
         written(tmp_path / "a.jsonl", documents(3000)),
     )
-    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    monkeypatch.setattr(texts, "_WHOLE", 1000)
     sizes = {"sequence_length": LENGTH, "held_out_tokens": 2 * LENGTH}
     wanted = (0, 10 * LENGTH, 10**6)
     made = [
@@ -200,11 +198,9 @@ def test_a_large_text_is_thinned_evenly(
     """Only documents that are kept are tokenised; where rows hold other fields beside the text, more of them are."""
     model, found = model_of(tmp_path / "model", CAUSAL), documents(3000)
     path = written(tmp_path / "a.jsonl", found, other=filler * "x")
-    monkeypatch.setattr(calibration_text, "_WHOLE", 1000)
+    monkeypatch.setattr(texts, "_WHOLE", 1000)
     tokenised: list[str] = []
-    monkeypatch.setattr(
-        calibration_text, "batched", lambda pieces: [watched(list(pieces), tokenised)]
-    )
+    monkeypatch.setattr(texts, "batched", lambda pieces: [watched(list(pieces), tokenised)])
     made = calibration_batches(model, path, 20 * LENGTH, seed=1, sequence_length=LENGTH)
     assert (made.tokens, made.warning) == (20 * LENGTH, None)
     numbers = sorted(
@@ -254,7 +250,7 @@ def test_a_hub_dataset_is_streamed_as_far_as_needed(
 
 
 def test_t5_gets_text_with_spans_taken_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_text, "BATCH_TOKENS", 100)
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 100)
     monkeypatch.setattr(calibration_text, "_LEAST", 2)
     model, found = model_of(tmp_path / "model", T5), documents(300)
     path, tokens = written(tmp_path / "a.jsonl", found), stream_of(found, closed=False)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gqa_convert.conversion import fitting, resources
+from gqa_convert.conversion.calibration import own_text
 from gqa_convert.conversion.layers import last_stage, layer_walk, model_loading
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
-from gqa_convert.data import text_generation
 from gqa_convert.errors import (
     DataError,
     DeviceMemoryError,
@@ -35,7 +35,7 @@ SHORT = {"tokens": 1280, "sequence_length": 128, "steps": 1, "device": "cpu"}
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(text_generation, "LENGTH", 40)
+    monkeypatch.setattr(own_text, "LENGTH", 40)
     monkeypatch.setattr(last_stage, "WORTHWHILE", 1e-9)
 
 
@@ -170,13 +170,13 @@ def test_own_text_is_written_after_the_users_was_read_and_no_more_than_is_used(
 ) -> None:
     free(64 * GIB, monkeypatch)
     written: list[int] = []
-    write = text_generation.own_text
+    write = own_text.OwnWriter.write
 
-    def noted(*args: Any, tokens: int, **options: Any) -> Any:
+    def noted(writer: Any, tokens: int, *args: Any) -> Any:
         written.append(tokens)
-        return write(*args, tokens=tokens, **options)
+        return write(writer, tokens, *args)
 
-    monkeypatch.setattr(text_generation, "own_text", noted)
+    monkeypatch.setattr(own_text.OwnWriter, "write", noted)
     (tmp_path / "empty.txt").write_text(" ")
     for text in ("empty.txt", ["self", str(tmp_path / "empty.txt")]):
         text = str(tmp_path / text) if isinstance(text, str) else text
@@ -206,7 +206,7 @@ def test_a_model_that_cannot_converse_still_writes(
             "the model asks nothing where its chat template lets a user speak: name text instead"
         )
 
-    monkeypatch.setattr(text_generation._Writer, "conversations", refuses)
+    monkeypatch.setattr(own_text._Decoder, "conversations", refuses)
     result = fit(tmp_path / "out", source, kl_steps=0)
     assert result.calibration is not None
     assert "mixed in: 10% text of its own, 8% Python sources" in result.calibration.text

@@ -12,7 +12,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.planning import BUILT_IN_TOKENS, plan_conversion, why_no_text
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data import sources
-from gqa_convert.data.stdlib_text import source_files
+from gqa_convert.data.folders import source_files
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import same_weights, write_llama

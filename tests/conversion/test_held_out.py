@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gqa_convert.conversion import fitting
 from gqa_convert.conversion.calibration import text as calibration_text
-from gqa_convert.conversion.calibration.text import Calibration
+from gqa_convert.conversion.calibration.streams import Calibration, hold_out
 from gqa_convert.conversion.layers import last_stage
-from gqa_convert.conversion.layers.attention_calls import hold_out
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import ConversionResult, convert_checkpoint
 from gqa_convert.families.loading import load_model
@@ -66,7 +65,7 @@ def converted(
     """A conversion on random tokens."""
     learned = [text(4, 40, seed) for seed in range(3)]
     made = Calibration(
-        learned, 480, 40, "", "text", held_out=held_out, label="text.txt", fresh=[text(4, 40, 9)]
+        learned, 480, "", "text", held_out=held_out, label="text.txt", fresh=[text(4, 40, 9)]
     )
     monkeypatch.setattr(fitting, "prepare_calibration", lambda *_: made)
     options = CalibrationOptions("python-stdlib", **STATED | stated)

@@ -13,13 +13,15 @@ from transformers import AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import resources
+from gqa_convert.conversion.calibration import own_text
+from gqa_convert.conversion.calibration import text as calibration_text
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.calibration.mixture import MadeUpRecords, SharedText, mixed
-from gqa_convert.conversion.calibration.text import calibration_batches
+from gqa_convert.conversion.calibration.blocks import Text
+from gqa_convert.conversion.calibration.made_up_records import made_up_records, record_blocks
+from gqa_convert.conversion.calibration.streams import Request
+from gqa_convert.conversion.calibration.texts import open_text
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.data import text_generation
-from gqa_convert.data.made_up_records import made_up_records
 from gqa_convert.demo import CHECKPOINT as DEMO
 from gqa_convert.errors import DataError
 from tests.helpers.chat_template import with_chat_template
@@ -40,7 +42,7 @@ def words(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_generation, "LENGTH", OWN_LENGTH)
+    monkeypatch.setattr(own_text, "LENGTH", OWN_LENGTH)
 
 
 def prepared(source: Any, *, model: Path = DEMO, **options: Any) -> Any:
@@ -107,18 +109,16 @@ def test_little_text_stays_three_quarters_of_all(tmp_path: Path) -> None:
     assert made.warning is not None
 
 
-def test_kinds_that_the_user_brings_are_not_mixed_in() -> None:
-    sources = [each.source for each in mixed(["python-stdlib"], 0)]
-    assert [type(source) for source in sources] == [MadeUpRecords]
-    assert len(mixed(["a", "b"], 0)) == 2
+def test_kinds_that_the_user_brings_are_not_mixed_in(words: Path) -> None:
+    brought = ["self", "python-stdlib", str(words)]
+    assert prepared(brought).mixed_in == "7% made-up records"
+    assert prepared(brought[2:] * 2).mixed_in.count(",") == 2
 
 
 def test_what_does_not_exist_is_refused_before_text_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        text_generation, "own_text", lambda *_, **__: pytest.fail("text was written")
-    )
+    monkeypatch.setattr(own_text.OwnWriter, "write", lambda *_: pytest.fail("text was written"))
     with pytest.raises(DataError, match=r"absent\.txt does not exist"):
         prepared("absent.txt")
 
@@ -129,7 +129,7 @@ def refused(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
-    [(resources, "free_memory", lambda device: 1000), (text_generation, "own_text", refused)],
+    [(resources, "free_memory", lambda device: 1000), (own_text.OwnWriter, "write", refused)],
 )
 def test_a_model_that_does_not_fit_or_cannot_write_is_calibrated_without_its_own_text(
     module: Any, name: str, instead: Any, words: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,10 +165,10 @@ def test_the_command_says_what_is_mixed_in(small: Path, words: Path, tmp_path: P
 
 def test_blocks_of_records_begin_with_a_document_and_more_of_them_begin_alike() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    few, many = (MadeUpRecords(3).blocks(tokenizer, 128, count) for count in (2, 5))
+    few, many = (record_blocks(tokenizer, 128, count, 3) for count in (2, 5))
     assert few.shape == (256,)
     assert np.array_equal(many[:256], few)
-    assert not np.array_equal(MadeUpRecords(4).blocks(tokenizer, 128, 2), few)
+    assert not np.array_equal(record_blocks(tokenizer, 128, 2, 4), few)
     first = next(made_up_records(3, 307, ()))
     assert tokenizer.decode(few[:128]).startswith(first[:60])
 
@@ -192,17 +192,21 @@ def test_what_a_document_asks_for_stands_above() -> None:
     assert 1000 < lengths[-1] < 4000
 
 
-def test_questions_are_not_copied_over(words: Path, tmp_path: Path) -> None:
+def test_questions_are_not_copied_over(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Spans are copied over the ends of other blocks that are stretched; positions skip in both."""
     source = shutil.copytree(DEMO, tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 2048}
     (source / "config.json").write_text(json.dumps(config))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    records = [SharedText(MadeUpRecords(1), 0.5, "made-up records")]
-    options = {"sequence_length": 512, "context": 2048, "mixing": lambda held: records}
-    made = calibration_batches(source, str(words), 8 * 512, seed=0, **options)
+    tokens = record_blocks(tokenizer, 512, 4, 1)
+    records = Text("made-up records", tokens, 0.5, can_be_copied_into=False, is_sampled=True)
+    monkeypatch.setattr(calibration_text, "mix_in", lambda *_, **__: ([records], []))
+    request = Request(source, 8 * 512, length=512, context=2048)
+    made = calibration_text.draw_text(request, [open_text(words)], mixes=True)
     rows = [row for batch in made.batches for row in batch["input_ids"]]
-    whole = MadeUpRecords(1).blocks(tokenizer, 512, 4).reshape(4, 512)
+    whole = tokens.reshape(4, 512)
     drawn = [row.numpy() for row in rows if "zebra" not in tokenizer.decode(row)]
     assert len(drawn) == 4
     for row, expected in zip(drawn, whole, strict=True):

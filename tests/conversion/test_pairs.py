@@ -10,15 +10,16 @@ import torch
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.calibration.text import Calibration, calibration_batches
+from gqa_convert.conversion.calibration import own_text
+from gqa_convert.conversion.calibration.own_text import OwnWriter
+from gqa_convert.conversion.calibration.streams import Calibration
+from gqa_convert.conversion.calibration.texts import open_text
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.data import target_writing
-from gqa_convert.data.sources import as_source, open_source
-from gqa_convert.data.target_writing import written_targets
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
 from gqa_convert.runtime.machine import multiplies_bfloat16
 from tests.helpers import seq2seq
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.fitting import divergence
 from tests.helpers.seq2seq import BOS, EOS
 
@@ -151,15 +152,15 @@ def test_the_source_writes_what_is_missing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs alone, answered as transformers' own generation answers them one by one."""
-    monkeypatch.setattr(target_writing, "LONGEST", 6)
+    monkeypatch.setattr(own_text, "TARGET", 6)
     tokenizer = seq2seq.bart_tokenizer()
     source = seq2seq.model(tmp_path / "source", kind, tokenizer, decoder_start_token_id=START)
     pairs = write(tmp_path / "pairs.jsonl", 60)
     inputs = tmp_path / "inputs.jsonl"
     inputs.write_text("".join(json.dumps({"source": read}) + "\n" for read, _ in pairs))
-    checkpoint, text = open_checkpoint(source), open_source(as_source(str(inputs)))
-    made = written_targets(checkpoint, text, "source", tmp_path, tokens=10**6, seed=0, device="cpu")
-    rows = [json.loads(line) for line in made.file.read_text().splitlines()]
+    writer = OwnWriter(open_checkpoint(source), "cpu")
+    made = writer.answer(open_text(inputs).text, "source", 10**6)
+    rows = [json.loads(line) for line in Path(made.stated.source).read_text().splitlines()]
     assert sorted(row["source"] for row in rows) == sorted(read for read, _ in pairs)
     model, _ = load_model(
         source, torch.bfloat16 if multiplies_bfloat16(torch.device("cpu")) else torch.float32

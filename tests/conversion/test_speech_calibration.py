@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gqa_convert.conversion.calibration.text import digest_of
+from gqa_convert.conversion.calibration.speech import draw_speech
+from gqa_convert.conversion.calibration.streams import Request, digest_of
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.data.audio_files import list_audio_files
-from gqa_convert.data.speech import SpeechModel, SpeechSize, speech_batches
+from gqa_convert.data.speech import SpeechModel, list_audio_files
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
 from tests.helpers.speech import hearing_model, sound_folder
@@ -36,10 +36,10 @@ def test_the_decoder_is_fitted_on_what_is_said_in_a_folder(tmp_path: Path, sourc
     )
     assert converted.calibration is not None
     speech = SpeechModel(load_model(source, torch.float32)[0], source)
-    batches = speech_batches(speech, list_audio_files(folder), SpeechSize(200, 25, 0), seed=0)
-    assert converted.calibration.digest == digest_of([], batches.layers)
+    drawn = draw_speech(Request(source, 200, 25), "sounds", list_audio_files(folder), speech)
+    assert converted.calibration.digest == digest_of([], drawn.batches)
     assert converted.calibration.tokens == sum(
-        batch["decoder_input_ids"].numel() for batch in batches.layers
+        batch["decoder_input_ids"].numel() for batch in drawn.batches
     )
     one = weights(tmp_path / "folder")
     changed = [name for name in one if "decoder" in name and "k_proj.weight" in name]

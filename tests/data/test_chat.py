@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import DataError
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.chats import (
     CHATS,
     LENGTH,

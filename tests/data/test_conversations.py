@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.data.sources import as_source
 from gqa_convert.errors import DataError
 from gqa_convert.measuring.evaluation.examples import read_documents, text_material
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.chats import CHATS, LENGTH, PLAIN, rendered, rows_file, tokenizer_with
 from tests.helpers.data_helpers import open_samples
 from tests.helpers.uptrain_runs import DEMO

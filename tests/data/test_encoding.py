@@ -9,14 +9,13 @@ import pytest
 import transformers
 from tokenizers import processors
 
-from gqa_convert.conversion.calibration.text import calibration_batches
-from gqa_convert.data import encoders
+from gqa_convert.conversion.calibration.own_text import _chat_turns
+from gqa_convert.data import model_tokenizer
 from gqa_convert.data.documents import Fields, Piece
-from gqa_convert.data.encoders import ChatEncoder, TextEncoder, beginning_of_text
-from gqa_convert.data.pairs import PairEncoder
-from gqa_convert.data.text_generation import _chat_turns
-from gqa_convert.data.token_files import LAST, ids_of
+from gqa_convert.data.encoders import LAST, ChatEncoder, PairEncoder, TextEncoder, ids_of
+from gqa_convert.data.model_tokenizer import beginning_of_text
 from gqa_convert.measuring.evaluation.examples import encode, text_material
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.data_helpers import DEMO, demo_tokenizer, span_tokenizer
 
 MESSAGES = [{"role": "user", "content": "why?"}]
@@ -83,7 +82,7 @@ def test_dates_in_chat_templates_are_pinned_and_part_of_the_key(
     assert first[0] == "\n\n26 Jul 2024 (26.7.24, Friday)why?<|endoftext|>"
     monkeypatch.undo()
     assert made() == first
-    monkeypatch.setattr(encoders, "DATE", datetime(2031, 1, 2))
+    monkeypatch.setattr(model_tokenizer, "DATE", datetime(2031, 1, 2))
     other = made()
     assert "02 Jan 2031 (2.1.31, Thursday)" in other[0]
     assert other[1] != first[1]

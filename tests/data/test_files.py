@@ -14,9 +14,8 @@ from gqa_convert.data.documents import Fields
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.sources import as_source, open_source
-from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import EOS, open_samples, span_tokenizer
+from tests.helpers.data_helpers import EOS, open_samples, span_tokenizer, tokenize_into
 
 TOKENIZER = span_tokenizer()
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8"]
@@ -28,9 +27,8 @@ def tokens_of(
 ) -> list[int]:
     stated = as_source(source)
     text = open_source(stated)
-    tokens = tokenize(
-        text, text_encoder(stated, text, tokenizer, closed=closed, chats=False), cache
-    )
+    encoder = text_encoder(stated, text, tokenizer, closed=closed, chats=False)
+    tokens = tokenize_into(cache, text, encoder)
     found: list[int] = tokens.read(0, tokens.size).tolist()
     return found
 

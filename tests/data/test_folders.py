@@ -11,12 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.encoders import text_encoder
 from gqa_convert.data.sources import as_source, open_source
-from gqa_convert.data.token_files import tokenize
+from gqa_convert.data.speech import list_audio_files
 from gqa_convert.errors import DataError
-from tests.helpers.data_helpers import EOS, span_tokenizer
+from tests.helpers.data_helpers import EOS, span_tokenizer, tokenize_into
 
 TOKENIZER = span_tokenizer()
 
@@ -40,7 +39,7 @@ def numbers_of(source: Any, cache: Path) -> list[int]:
     stated = as_source(source)
     text = open_source(stated)
     encoder = text_encoder(stated, text, TOKENIZER, closed=True, chats=False)
-    tokens = tokenize(text, encoder, cache)
+    tokens = tokenize_into(cache, text, encoder)
     return [token - 3 for token in tokens.read(0, tokens.size).tolist() if token != EOS]
 
 

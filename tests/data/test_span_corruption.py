@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.model_tokenizer import has_sentinels, sentinel_ids
 from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.sampler import IGNORED
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.data.span_corruption import (
     Shape,
     SpanCorruption,
     SpanSampler,
-    has_sentinels,
-    sentinel_ids,
     shape_for,
 )
 from gqa_convert.errors import DataError

@@ -7,8 +7,15 @@ import pytest
 import soundfile
 import torch
 
-from gqa_convert.data.audio_files import AudioFile, list_audio_files, read_audio
-from gqa_convert.data.speech import Speech, SpeechModel, SpeechSize, cut_windows, speech_batches
+from gqa_convert.conversion.calibration.speech import draw_speech
+from gqa_convert.conversion.calibration.streams import Calibration, Request
+from gqa_convert.data.speech import (
+    AudioFile,
+    SpeechModel,
+    cut_windows,
+    list_audio_files,
+    read_audio,
+)
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
 from tests.helpers.speech import RATE, hearing_model, sound_folder, write_sound
@@ -83,16 +90,16 @@ def test_sound_that_cannot_be_used_is_named(tmp_path: Path) -> None:
             read_audio(tmp_path / f"{name}.wav", RATE)
 
 
-def made(speech: SpeechModel, folder: Path, size: SpeechSize, seed: int = 0) -> Speech:
-    return speech_batches(speech, list_audio_files(folder), size, seed=seed)
+def made(speech: SpeechModel, folder: Path) -> Calibration:
+    return draw_speech(Request(folder, 10_000), "sounds", list_audio_files(folder), speech)
 
 
 def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(
     tmp_path: Path, speech: SpeechModel
 ) -> None:
     folder = sound_folder(tmp_path / "sounds", 5)
-    found = made(speech, folder, SpeechSize(10_000, 0, 0))
-    (batch,) = found.layers
+    found = made(speech, folder)
+    (batch,) = found.batches
     ids, encoded = batch["decoder_input_ids"], batch["encoder_outputs"]
     assert found.tokens == ids.numel()
     assert found.description == f"{ids.numel()} tokens of 5 sounds, texts as stated"
@@ -113,9 +120,9 @@ def test_a_folder_without_texts_gets_those_that_the_model_writes(
     tmp_path: Path, speech: SpeechModel
 ) -> None:
     folder = sound_folder(tmp_path / "sounds", 2, texts=False)
-    found = made(speech, folder, SpeechSize(10_000, 0, 0))
+    found = made(speech, folder)
     windows = list(cut_windows(list_audio_files(folder), speech))
     heard = [len(speech.text_tokens(text)) for text in speech.transcribe(speech.encode(windows))]
     most = speech.model.config.max_target_positions
-    assert found.layers[0]["decoder_input_ids"].shape[1] == min(most, 1 + min(heard))
+    assert found.batches[0]["decoder_input_ids"].shape[1] == min(most, 1 + min(heard))
     assert "2 texts written by the source" in found.description

@@ -20,9 +20,15 @@ from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import TextEncoder
 from gqa_convert.data.files import Files
 from gqa_convert.data.samples import Samples
-from gqa_convert.data.token_files import TokenSource, tokenize
+from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import DataError, NoSpaceError
-from tests.helpers.data_helpers import EOS, demo_tokenizer, open_samples, span_tokenizer
+from tests.helpers.data_helpers import (
+    EOS,
+    demo_tokenizer,
+    open_samples,
+    span_tokenizer,
+    tokenize_into,
+)
 
 TOKENIZER = span_tokenizer()
 
@@ -56,9 +62,8 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(
     paths: Sequence[Path], cache: Path, tokenizer: Any = TOKENIZER, **settings: Any
 ) -> TokenSource:
-    return tokenize(
-        Files("label", paths), TextEncoder(tokenizer, Fields(), closed=True), cache, **settings
-    )
+    encoder = TextEncoder(tokenizer, Fields(), closed=True)
+    return tokenize_into(cache, Files("label", paths), encoder, **settings)
 
 
 def ids(tokens: TokenSource) -> list[int]:
@@ -78,9 +83,8 @@ def test_the_file_holds_the_tokens_of_the_documents(
             ends.append(len(expected))
     seen: list[tuple[str, int, int]] = []
     text, encoder = Files("label", paths), TextEncoder(TOKENIZER, Fields(), closed=closed)
-    found = tokenize(
-        text, encoder, tmp_path / "cache", progress=lambda *report: seen.append(report)
-    )
+    cache = tmp_path / "cache"
+    found = tokenize_into(cache, text, encoder, progress=lambda *report: seen.append(report))
     assert ids(found) == expected
     assert found.ends.tolist() == ends
     assert found.complete

@@ -9,8 +9,8 @@ import pytest
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.cli import demo as demo_command
-from gqa_convert.conversion.calibration import text as calibration_text
-from gqa_convert.data import sources, stdlib_text
+from gqa_convert.conversion.calibration import streams
+from gqa_convert.data import folders, sources
 from gqa_convert.demo import CHECKPOINT, run_demo
 from gqa_convert.errors import OutputError
 
@@ -21,12 +21,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
     out = tmp_path_factory.mktemp("demo") / "out"
 
     def some_files(held_out: bool) -> list[Path]:
-        return stdlib_text.source_files(held_out=held_out)[:: 4 if held_out else 40]
+        return folders.source_files(held_out=held_out)[:: 4 if held_out else 40]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
         patch.setattr(sources, "source_files", some_files)
-        patch.setattr(calibration_text, "LENGTH", 128)
+        patch.setattr(streams, "LENGTH", 128)
         yield (
             out,
             run_demo(

@@ -10,10 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gqa_convert
-from gqa_convert.data import samples
+from gqa_convert.data import samples, token_files
+from gqa_convert.data.encoders import LAST
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.sources import as_source
-from gqa_convert.data.token_files import LAST, TokenSource
+from gqa_convert.data.token_files import TokenSource
 
 DEMO = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 WORDS = 500
@@ -75,6 +76,13 @@ def array_tokens(
     marked = np.array(tokens, np.uint32)
     marked[marked == EOS] |= LAST
     return TokenSource(marked, is_stream=is_stream, complete=complete)
+
+
+def tokenize_into(cache: Path, text: Any, encoder: Any, **settings: Any) -> TokenSource:
+    """The tokens of a text, kept in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "default_cache", lambda: cache)
+        return token_files.tokenize(text, encoder, **settings)
 
 
 _OWN = ("seed", "tokens")

@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax
 from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import fitting
-from gqa_convert.conversion.calibration.text import Calibration, digest_of
+from gqa_convert.conversion.calibration.streams import Calibration, digest_of
 from gqa_convert.conversion.fitting import fit_checkpoint
 from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.layers.model_loading import open_model
@@ -67,9 +67,7 @@ def fit(
     """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless it is asked to take
     some; and the divergence before and after it, None without held-out batches.
     """
-    calibration = Calibration(
-        list(batches), 0, 8, "", "", held_out=list(held_out), fresh=list(fresh)
-    )
+    calibration = Calibration(list(batches), 0, "", "", held_out=list(held_out), fresh=list(fresh))
     asked = CalibrationOptions(
         steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options
     )

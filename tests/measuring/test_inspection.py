@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.calibration.text import calibration_batches
 from gqa_convert.families.geometry import AttentionFinder
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.measuring.sensitivity import merged_copies
@@ -25,6 +24,7 @@ from gqa_convert.measuring.sensitivity.inspection import (
 from gqa_convert.merging.absorption_limits import find_absorption_limits
 from gqa_convert.merging.attention_heads import LayerLayout
 from gqa_convert.merging.merge_layer import Moments, merge_layer
+from tests.helpers.calibrations import calibration_batches
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.data_helpers import span_tokenizer
 from tests.helpers.folding_cases import build, pool

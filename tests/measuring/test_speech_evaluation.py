@@ -14,9 +14,8 @@ from transformers.models.whisper.english_normalizer import (
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.data.audio_files import list_audio_files
 from gqa_convert.data.sources import Source
-from gqa_convert.data.speech import SpeechModel, cut_windows
+from gqa_convert.data.speech import SpeechModel, cut_windows, list_audio_files
 from gqa_convert.families.loading import load_model
 from gqa_convert.measuring.evaluation.comparison import word_errors
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate

@@ -18,9 +18,9 @@ from typer.main import get_command
 import gqa_convert
 from gqa_convert.cli import app, main
 from gqa_convert.conversion import planning
-from gqa_convert.conversion.calibration import text as calibration_text
+from gqa_convert.conversion.calibration import streams
 from gqa_convert.data import sources
-from gqa_convert.data.stdlib_text import source_files
+from gqa_convert.data.folders import source_files
 from tests.helpers.document_workplace import NOT_RUN, furnish, needed, reason, shortened
 from tests.helpers.documents import (
     DOCUMENTS,
@@ -122,7 +122,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     monkeypatch.setattr(
         sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60]
     )
-    monkeypatch.setattr(calibration_text, "LENGTH", 64)
+    monkeypatch.setattr(streams, "LENGTH", 64)
     monkeypatch.setattr(planning, "BUILT_IN_TOKENS", 512)
 
     def call(arguments: list[str]) -> tuple[int, str, str]:

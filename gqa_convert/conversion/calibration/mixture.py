@@ -1,109 +1,112 @@
-"""What is mixed into the user's calibration text, so that the result keeps what this text does not show.
+"""What is mixed into the user's calibration text, so that the result keeps what this text does not
+show.
 
-`fit` keeps the source's behaviour on the kind of text that it sees, and loses it elsewhere: calibrated on English prose
-alone, SmolLM2-135M from 3 K/V heads to 1 diverges by 0.95 nats per token on code, and by 0.46 where other kinds were mixed
-in (docs/results/README.md). A quarter of the blocks therefore comes from
+`fit` keeps the source's behaviour on the kind of text that it sees, and loses it elsewhere:
+calibrated on English prose alone, SmolLM2-135M from 3 K/V heads to 1 diverges by 0.95 nats per
+token on code, and by 0.46 where other kinds were mixed in (docs/results/README.md). A quarter of
+the blocks therefore comes from
 
-- the source itself, which samples documents and, where it has a chat template, conversations (Liu et al. 2023, LLM-QAT;
-  conversations as Xu et al. 2024, Magpie, section 2);
+- the source itself, which samples documents and, where it has a chat template, conversations (Liu
+  et al. 2023, LLM-QAT; conversations as Xu et al. 2024, Magpie, section 2);
 - the sources of the Python standard library;
 - made-up records, with questions about them (`made_up_records`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
 
-import numpy as np
-import numpy.typing as npt
-
-from gqa_convert.data.made_up_records import made_up_records
+from gqa_convert.conversion.calibration.blocks import Text
+from gqa_convert.conversion.calibration.made_up_records import record_blocks
+from gqa_convert.conversion.calibration.own_text import (
+    Kind,
+    OwnWriter,
+    first_texts,
+    has_chat_template,
+    with_spare,
+)
+from gqa_convert.conversion.calibration.streams import Request
+from gqa_convert.conversion.calibration.texts import OpenText, TextReader, open_text
 from gqa_convert.data.sources import STDLIB
-from gqa_convert.data.stdlib_text import source_files
-from gqa_convert.data.text_generation import OwnText
+from gqa_convert.errors import DataError
 
 OWN_SHARE = 0.10
 """Of all blocks, half of them conversations where the source writes any."""
 CODE_SHARE = 0.08
 RECORDS_SHARE = 0.07
 MOST = OWN_SHARE + CODE_SHARE + RECORDS_SHARE
-_CHARACTERS = 2.4
-"""Of a record per token: the longest document fills a block."""
 _PARAGRAPH = range(100, 500)
 """Characters of the source's own text among which facts are scattered."""
 
 
-@dataclass(frozen=True, slots=True)
-class MadeUpRecords:
-    """Blocks of made-up records.
-
-    Attributes:
-        seed: of what is drawn.
-        filler: paragraphs of other text.
-    """
-
-    seed: int
-    filler: Sequence[str] = ()
-
-    def blocks(self, tokenizer: Any, length: int, count: int) -> npt.NDArray[np.int64]:
-        """[count * length], the tokens of blocks that each begin with a new document.
-
-        Args:
-            tokenizer: a transformers tokenizer.
-            length: tokens of a block.
-            count: blocks.
-        """
-        documents = made_up_records(self.seed, round(_CHARACTERS * length), self.filler)
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        made: list[int] = []
-        for _ in range(count):
-            ids: list[int] = []
-            while len(ids) < length:
-                ids += [
-                    *tokenizer(next(documents), add_special_tokens=False, verbose=False)[
-                        "input_ids"
-                    ],
-                    *end,
-                ]
-            made += ids[:length]
-        return np.array(made, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedText:
-    """A text that is mixed in, and its share of the blocks."""
-
-    source: Any
-    """As `calibration_batches` takes it, or `MadeUpRecords`."""
-    share: float
-    mixed_in: str
-    """What it is, in words."""
-
-
-def mixed(
-    texts: Sequence[Any],
-    seed: int,
-    documents: OwnText | None = None,
-    conversations: OwnText | None = None,
-) -> list[SharedText]:
+def mix_in(
+    request: Request, reader: TextReader, held: int, writer: OwnWriter | None, *, code: bool
+) -> tuple[list[Text], list[str]]:
     """What is mixed into the user's texts.
 
     Args:
-        texts: the user's.
-        seed: of the records.
-        documents: that the source has written; None where it writes none.
-        conversations: that it has written; None without a chat template.
+        request: what is asked for.
+        reader: of texts.
+        held: the tokens that the user's texts hold.
+        writer: of the source; None where it writes nothing.
+        code: whether to mix in Python sources.
+
+    Returns:
+        The texts with their shares of all blocks, and sentences on what could not be mixed in.
     """
-    written = {"text of its own": documents, "conversations of its own": conversations}
-    written = {kind: text for kind, text in written.items() if text is not None}
-    added = [SharedText(text, OWN_SHARE / len(written), kind) for kind, text in written.items()]
-    if STDLIB not in texts and source_files(held_out=False):  # which some systems leave out
-        added.append(SharedText(STDLIB, CODE_SHARE, "Python sources"))
-    filler = []
-    if documents is not None:  # its first ones, which are the same however many it writes
-        paragraphs = [
-            paragraph for text in documents.first_texts() for paragraph in text.split("\n\n")
-        ]
-        filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
-    added.append(SharedText(MadeUpRecords(seed, filler), RECORDS_SHARE, "made-up records"))
-    return added
+    # Let the source write, and take paragraphs of that for the records.
+    own: dict[Kind, OpenText] = {}
+    refused: list[str] = []
+    if writer is not None:
+        wanted = OWN_SHARE * min(request.tokens, held / (1 - MOST))
+        own, refused = _written(reader, writer, wanted)
+    paragraphs = "\n\n".join(first_texts(own["text"]) if "text" in own else ()).split("\n\n")
+    filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
+
+    # Read the texts.
+    added: list[Text] = []
+    for kind, opened in own.items():
+        text = reader.read(opened)._replace(label=f"{kind} of its own", is_sampled=True)
+        added.append(text._replace(share=OWN_SHARE / len(own)))
+    if code:
+        text = reader.read(open_text(STDLIB))
+        added.append(text._replace(label="Python sources", share=CODE_SHARE))
+
+    # Take no more blocks than the shares of what the user's texts hold.
+    shares = [*(text.share for text in added), RECORDS_SHARE]
+    left, block = 1 - sum(shares), reader.form.raw
+    *most, records = [int(share * held / left) // block for share in shares]
+    for number, text in enumerate(added):
+        added[number] = text._replace(tokens=text.tokens[: most[number] * block])
+
+    # Make up records.
+    count = min(records, math.ceil(RECORDS_SHARE * sum(reader.counts)))
+    tokens = record_blocks(reader.tokenizer, block, count, request.seed, filler)
+    made_up = Text("made-up records", tokens, RECORDS_SHARE, can_be_copied_into=False)
+    return [*added, made_up._replace(is_sampled=True)], refused
+
+
+def _written(
+    reader: TextReader, writer: OwnWriter, tokens: float
+) -> tuple[dict[Kind, OpenText], list[str]]:
+    """Documents, and as much of conversations where the source has a chat template.
+
+    Args:
+        reader: of texts.
+        writer: of the source.
+        tokens: of both together.
+
+    Returns:
+        The texts, documents first, and sentences on those that it can't write.
+    """
+    written: list[tuple[Kind, OpenText]] = []
+    refused = []
+    kinds: tuple[Kind, ...] = ("conversations", "text")
+    for kind in kinds if has_chat_template(reader.tokenizer) else kinds[1:]:
+        # documents take the place of conversations that it does not write
+        part = tokens / 2 if written or kind == "conversations" else tokens
+        try:
+            written.append((kind, writer.write(with_spare(part), kind)))
+        except DataError as problem:
+            refused.append(
+                f"{kind} of the source's own among the calibration text, because {problem}"
+            )
+    return dict(reversed(written)), refused

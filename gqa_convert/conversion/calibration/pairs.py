@@ -1,34 +1,51 @@
-"""Pairs of texts as calibration of an encoder-decoder: what its encoder reads, and what its decoder is to write.
+"""Pairs of texts as calibration: what an encoder reads, and what the decoder is to write.
 
-Nothing in a batch is padding. Pairs of about the same lengths are put together instead, and cut to the shortest of them,
-as sounds and their texts are (`gqa_convert.data.speech`).
+Nothing in a batch is padding. Pairs of about the same lengths are put together instead, and cut to
+the shortest of them, as sounds and their texts are (`speech`).
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gqa_convert.conversion.calibration.blocks import block_form
+from gqa_convert.conversion.calibration.own_text import OwnWriter, with_spare
+from gqa_convert.conversion.calibration.streams import (
+    Batch,
+    Batches,
+    Calibration,
+    Request,
+    digest_of,
+    divided,
+    largest_token,
+    shortage,
+)
+from gqa_convert.conversion.calibration.texts import OVERSAMPLING, OpenText
 from gqa_convert.conversion.options import BATCH_TOKENS
-from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Fields
-from gqa_convert.data.hub import default_cache
-from gqa_convert.data.order import Integers, divided, mix, permuted
-from gqa_convert.data.pairs import PairEncoder, refuse_languages, shortened
-from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.encoders import PairEncoder
+from gqa_convert.data.model_tokenizer import (
+    check_vocabulary,
+    decoder_start,
+    refuse_languages,
+    starts_with_last,
+    usable_tokenizer,
+)
+from gqa_convert.data.order import Integers, mix, shuffled
+from gqa_convert.data.pairs import shortened
+from gqa_convert.data.sources import SELF, TextSource, first_row
 from gqa_convert.data.token_files import tokenize
-from gqa_convert.runtime.json_objects import Config
+from gqa_convert.errors import DataError
+from gqa_convert.families.loading import is_encoder_decoder, read_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
-INPUT = "source"
-_FIELDS = (INPUT, "target")
+_INPUT = "source"
+_FIELDS = (_INPUT, "target")
 """Of rows that hold pairs, where nothing is stated."""
-_OVERSAMPLING = 16
-"""From a Hub dataset, this many times the requested number of tokens is read."""
 _SORTED_BY_TARGET = 8
 """Of so many groups together, which are then sorted by the lengths of their sources."""
 
@@ -45,96 +62,141 @@ class Pair(NamedTuple):
         return len(self.source) + len(self.target)
 
 
-def pair_fields(source: Source, text: TextSource) -> tuple[str, str] | None:
-    """The fields that hold pairs, as stated or as the first row has them; None where the source holds none."""
-    if source.source_field is not None and source.target_field is not None:
-        return source.source_field, source.target_field
-    return _FIELDS if _has_fields(source, text, _FIELDS) else None
+OpenPairs = tuple[OpenText, tuple[str, ...]]
+"""A text that holds pairs, and the fields of their two sides."""
 
 
-def has_inputs_alone(source: Source, text: TextSource) -> bool:
-    """Whether the rows of a source hold inputs of an encoder-decoder without what is to be written for them."""
-    return _has_fields(source, text, _FIELDS[:1]) and pair_fields(source, text) is None
+def find_pairs(
+    request: Request, sources: Sequence[OpenText | None], writer: OwnWriter | None
+) -> list[OpenPairs]:
+    """The sources with the fields of their pairs; none of a decoder's, or of running text.
 
-
-def _has_fields(source: Source, text: TextSource, names: tuple[str, ...]) -> bool:
-    """Whether the first row has these fields, and none that holds running text."""
-    row: Any = {}
-    with suppress(Exception):  # what is wrong with the text is explained when it is read
-        row = next(text.pieces(Fields((), "row"))).text
-    return isinstance(row, Mapping) and row.keys() >= set(names) and source.text_field not in row
-
-
-def read_pairs(
-    text: TextSource,
-    fields: tuple[str, str],
-    tokenizer: Any,
-    *,
-    tokens: int,
-    length: int,
-    seed: int,
-) -> list[Pair]:
-    """The pairs of a file, or the first ones of a Hub dataset, in an order that the seed decides.
-
-    Args:
-        text: what holds them.
-        fields: of source and target.
-        tokenizer: the model's.
-        tokens: that are wanted.
-        length: the most tokens of a text; longer ones are cut before their last token.
-        seed: of the order.
+    Where rows hold inputs alone, the model writes the targets.
 
     Raises:
-        DataError: the tokenizer marks languages, or the text can't be read.
+        DataError: some hold pairs and some do not, or the model can't write targets.
     """
-    refuse_languages(tokenizer)
-    encoder = PairEncoder(tokenizer, Fields(fields, "pair"))
-    needed = _OVERSAMPLING * tokens if text.is_stream else None
-    found = tokenize(text, encoder, default_cache(), needed=needed)
-    texts = np.split(found.read(0, found.size), found.ends[:-1])
-    cut = [shortened(each, length) for each in texts]
-    count = len(cut) // 2
-    order = [permuted(place, count, mix(seed, 6)) for place in range(count)]
-    return [Pair(cut[2 * number], cut[2 * number + 1]) for number in order]
+    if not is_encoder_decoder(read_config(request.folder)):
+        return []
+    pairs: list[OpenPairs] = []
+    others: list[str] = []
+    wanted = request.fitted + request.held_out + (request.fitted if request.fresh else 0)
+    for opened in sources:
+        fields = _fields_of(opened) if opened else ()
+        if opened and writer and fields == (_INPUT,):
+            opened = writer.answer(opened.text, _INPUT, with_spare(wanted / len(sources)))
+            fields = _FIELDS
+        if opened and len(fields) == len(_FIELDS):
+            pairs.append((opened, fields))
+        else:
+            others.append(opened.label if opened else SELF)
+    if pairs and others:
+        raise DataError(
+            f"{pairs[0][0].label} holds pairs of source and target, and {others[0]} does not: "
+            "calibrate on one kind of text"
+        )
+    return pairs
 
 
-def pair_batches(
-    folder: Path, config: Config, tokenizer: Any, pairs: Sequence[Pair], counts: Sequence[int]
-) -> "tuple[list[list[dict[str, Tensor]]], int]":
-    """Batches of three parts without overlap, and the number of pairs in the first.
+def _fields_of(opened: OpenText) -> tuple[str, ...]:
+    """The fields of pairs, as stated or as the first row has them.
+
+    One field of inputs alone; none of running text.
+    """
+    stated = opened.stated
+    if stated.source_field is not None and stated.target_field is not None:
+        return stated.source_field, stated.target_field
+    row = first_row(opened.text)
+    return () if stated.text_field in row else tuple(name for name in _FIELDS if name in row)
+
+
+def draw_pairs(request: Request, sources: Sequence[OpenPairs]) -> Calibration:
+    """Draw pairs from all sources in turn; of fewer than are asked for, all are used.
 
     Args:
-        folder: the checkpoint.
-        config: its config.json.
-        tokenizer: the model's.
-        pairs: in random order.
-        counts: tokens of both texts in the part that is fitted, the one that is held out, and the fresh one.
+        request: what is asked for; its length is the most tokens of a text, and longer ones are cut
+            before their last token.
+        sources: of pairs. Files are read whole, and Hub datasets from their beginning.
 
-    Returns:
-        For each part `input_ids` [b, Le], `decoder_input_ids` [b, Ld], the target shifted right by one, and `labels`
-        [b, Ld] of each batch.
+    Raises:
+        OptionError: the length is out of range.
+        DataError: the tokenizer marks languages, or a text or the tokenizer can't be read or does
+            not fit the model.
     """
-    start = None if starts_with_last(config) else decoder_start(folder, config, tokenizer)
-    parts = divided(pairs, [pair.size for pair in pairs], counts[0], counts[1])
-    return [_batches(part, start) for part in parts], len(parts[0])
+    config = read_config(request.folder)
+    tokenizer = usable_tokenizer(request.folder)
+    length = block_form(request, config, tokenizer).length
+    refuse_languages(tokenizer)
+
+    # Read the pairs, each source's in random order, and divide them.
+    read = []
+    for number, (opened, fields) in enumerate(sources):
+        encoder = PairEncoder(tokenizer, Fields(fields, "pair"))
+        found = _read(request, opened.text, encoder, length)
+        read.append(shuffled(found, mix(mix(request.seed, number), 6)))
+    pairs = [pair for turn in zip_longest(*read) for pair in turn if pair is not None]
+    parts = divided(pairs, [pair.size for pair in pairs], request)
+
+    # Make batches.
+    start = None
+    if not starts_with_last(config):
+        start = decoder_start(request.folder, config, tokenizer)
+    fitted, held_out, fresh = (_batches(part, start) for part in parts)
+    check_vocabulary(config, largest_token(fitted), request.folder)
+
+    # Say what they are.
+    label = " and ".join(opened.label for opened, _ in sources)
+    used = sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in fitted)
+    settings = ["pairs", length, request.seed, BATCH_TOKENS, request.fitted]
+    return Calibration(
+        batches=fitted,
+        tokens=used,
+        digest=digest_of(settings, fitted),
+        description=(
+            f"{used} tokens of {label}: {len(parts[0])} pairs of source and target, "
+            f"cut to the lengths of others, seed {request.seed}"
+        ),
+        label=label,
+        warning=shortage(label, sum(pair.size for pair in pairs), request, "pairs"),
+        held_out=held_out,
+        fresh=fresh,
+    )
 
 
-def _batches(pairs: Sequence[Pair], start: int | None) -> "list[dict[str, Tensor]]":
+def _read(request: Request, text: TextSource, encoder: PairEncoder, length: int) -> list[Pair]:
+    """The pairs of a source, cut to a length."""
+    needed = OVERSAMPLING * request.tokens if text.is_stream else None
+    found = tokenize(text, encoder, needed=needed)
+    cut = [shortened(found.document(number), length) for number in range(len(found.ends))]
+    return list(map(Pair, cut[::2], cut[1::2]))
+
+
+def _batches(pairs: Sequence[Pair], start: int | None) -> Batches:
+    """Batches of pairs of about one length.
+
+    Args:
+        pairs: in any order.
+        start: the first token of the decoder's input; None for the last one of the target.
+    """
     if not pairs:
         return []
     by_target = sorted(pairs, key=lambda pair: len(pair.target))
     rows = max(1, BATCH_TOKENS * len(pairs) // sum(pair.size for pair in pairs))
-    made = []
-    for first in range(0, len(by_target), _SORTED_BY_TARGET * rows):
-        alike = sorted(
-            by_target[first : first + _SORTED_BY_TARGET * rows], key=lambda pair: len(pair.source)
-        )
+    size = _SORTED_BY_TARGET * rows
+    made: Batches = []
+    for first in range(0, len(by_target), size):
+        alike = sorted(by_target[first : first + size], key=lambda pair: len(pair.source))
         made += [_batch(alike[row : row + rows], start) for row in range(0, len(alike), rows)]
     return made
 
 
-def _batch(pairs: Sequence[Pair], start: int | None) -> "dict[str, Tensor]":
-    """Pairs cut to the shortest source and the shortest target of them."""
+def _batch(pairs: Sequence[Pair], start: int | None) -> Batch:
+    """Pairs cut to the shortest source and the shortest target of them.
+
+    Returns:
+        `input_ids` [b, Le], `decoder_input_ids` [b, Ld], the target shifted right by one, and
+        `labels` [b, Ld].
+    """
     import torch
 
     read = min(len(pair.source) for pair in pairs)

@@ -1,11 +1,14 @@
 """Blocks of text that ask more of attention than their length does.
 
-Calibration text comes in blocks much shorter than the context of most models. What attention does over longer distances
-does not show in them, and hardly what it does to find an earlier passage again. So every second block is stretched:
+Calibration text comes in blocks much shorter than the context of most models. What attention does
+over longer distances does not show in them, and hardly what it does to find an earlier passage
+again. So every second block is stretched:
 
-- Its last quarter consists of spans copied from the rest, which only a model that finds them again predicts.
-- Its positions skip once, as in PoSE (Zhu et al. 2023, section 3.2), so that distances reach over the whole context at
-  the cost of a short block. The source reads the same positions, so that there is always something to compare with.
+- Its last quarter consists of spans copied from the rest, which only a model that finds them again
+  predicts.
+- Its positions skip once, as in PoSE (Zhu et al. 2023, section 3.2), so that distances reach over
+  the whole context at the cost of a short block. The source reads the same positions, so that there
+  is always something to compare with.
 """
 
 import random
@@ -25,8 +28,8 @@ _EVERY = 2
 def stretched(
     ids: Integers, first: int, context: int | None, seed: int, copied: Sequence[bool]
 ) -> dict[str, Integers]:
-    """A batch of blocks, of which every second one is stretched if the context is longer, and the block long enough to
-    copy from.
+    """A batch of blocks, of which every second one is stretched if the context is longer, and the
+    block long enough to copy from.
 
     Args:
         ids: tokens [b, L].
@@ -36,9 +39,9 @@ def stretched(
         copied: for each block, whether spans are copied over its end.
 
     Returns:
-        The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are stretched also
-        `position_ids` [b, L] and `attention_mask` [b, L] of ones, without which transformers takes a skip for the
-        beginning of another text.
+        The arguments of the model's forward pass: `input_ids` [b, L], and where blocks are
+        stretched also `position_ids` [b, L] and `attention_mask` [b, L] of ones, without which
+        transformers takes a skip for the beginning of another text.
     """
     length = ids.shape[1]
     if context is None or not SHORTEST <= length < context:

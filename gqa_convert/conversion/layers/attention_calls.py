@@ -1,17 +1,15 @@
 """Batches of a model's inputs, and the calls of an attention module on them, which can be repeated with any weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion.calibration.streams import Batch, rows_of, tokens_of
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.processes import count, rank
-
-Batch = Mapping[str, Tensor]
-"""The inputs of the model: tensors by argument, with a row for each sequence."""
 
 _STATES = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments for the states that keys and values are projected from, in cross-attention."""
@@ -23,49 +21,13 @@ MASSIVE = 5.0
 """How many times as long as their median a state is that counts as massive (Sun et al. 2024, section 2)."""
 
 
-def tokens_of(batch: Batch) -> Tensor:
-    """[B, L], the tokens at whose positions the model predicts."""
-    return batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"]
-
-
 def parts_of(batch: Batch) -> list[Batch]:
     """A batch in parts of one sequence, or of some short ones."""
     length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
     together = max(1, _TOKENS_TOGETHER // length)
-    return [_rows(batch, row, row + together) for row in range(0, len(tokens_of(batch)), together)]
-
-
-def hold_out(batches: Sequence[Batch], share: int) -> tuple[list[Batch], list[Batch]]:
-    """Divide batches by tokens, among whole blocks: the remainder of a text tells too little.
-
-    Args:
-        batches: the blocks of each are equally long.
-        share: one token in this many is held out, at least a block.
-
-    Returns:
-        The batches without those blocks, and batches of these. Nothing is held out where no two blocks
-        are whole, which means at least half as long as the longest.
-    """
-    longest = max(tokens_of(batch).shape[1] for batch in batches)
-    wanted = sum(tokens_of(batch).numel() for batch in batches) // share
-    whole = [batch for batch in batches if 2 * tokens_of(batch).shape[1] >= longest]
-    short = [batch for batch in batches if 2 * tokens_of(batch).shape[1] < longest]
-    held_out: list[Batch] = []
-    while whole and (count := tokens_of(whole[-1]).numel()) <= wanted:
-        held_out.insert(0, whole.pop())
-        wanted -= count
-    rows, length = tokens_of(whole[-1]).shape if whole else (0, 1)
-    if not held_out and (rows > 1 or len(whole) > 1):
-        last = whole.pop()
-        left = rows - max(1, wanted // length)
-        held_out.append(_rows(last, left, rows))
-        if left:
-            whole.append(_rows(last, 0, left))
-    return [*whole, *short], held_out
-
-
-def _rows(batch: Batch, first: int, last: int) -> Batch:
-    return {name: tensor[first:last] for name, tensor in batch.items()}
+    return [
+        rows_of(batch, row, row + together) for row in range(0, len(tokens_of(batch)), together)
+    ]
 
 
 def own_rows(batches: Sequence[Batch]) -> dict[int, Batch]:

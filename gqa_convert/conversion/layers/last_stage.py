@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gqa_convert.conversion.layers.attention_calls import Batch, own_rows, parts_of, tokens_of
+from gqa_convert.conversion.calibration.streams import Batch, tokens_of
+from gqa_convert.conversion.layers.attention_calls import own_rows, parts_of
 from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import list_elements
 from gqa_convert.conversion.layers.merged_attention import MergedAttention

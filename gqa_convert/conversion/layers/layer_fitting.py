@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gqa_convert.conversion.layers.attention_calls import Batch, tokens_of
+from gqa_convert.conversion.calibration.streams import Batch, tokens_of
 from gqa_convert.conversion.layers.layer_store import SharedStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import (
     Installing,

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gqa_convert.conversion.calibration.streams import Batch, tokens_of
 from gqa_convert.conversion.layers.attention_calls import (
     MASSIVE,
     AttentionCall,
-    Batch,
     CapturedAttention,
     own_rows,
-    tokens_of,
 )
 from gqa_convert.conversion.layers.model_loading import (
     find_modules,

@@ -35,8 +35,6 @@ LOW_FREQUENCY_TOKENS = 4096
 """How many tokens, at most, decide which rotary pairs of a layer count as low-frequency: 8,192 decided equally, 2,048 not."""
 _EXACT = 1e-5
 """The error below which training would only add noise."""
-VALIDATED = 8
-"""One token in this many decides between candidates, and nothing is trained on it."""
 
 Weights = dict[str, Tensor]
 """The projections' weights and biases of a merged layer, in float32."""

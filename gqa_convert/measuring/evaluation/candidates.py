@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.data.model_tokenizer import usable_tokenizer
-from gqa_convert.data.pairs import refuse_languages
-from gqa_convert.data.span_corruption import has_sentinels
+from gqa_convert.data.model_tokenizer import has_sentinels, refuse_languages, usable_tokenizer
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions

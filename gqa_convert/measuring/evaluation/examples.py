@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa_convert.data.audio_files import AudioFile
 from gqa_convert.data.documents import FieldError, Fields, Piece
-from gqa_convert.data.encoders import ChatEncoder, beginning_of_text, holds_conversations
+from gqa_convert.data.encoders import ChatEncoder, holds_conversations
 from gqa_convert.data.files import Files
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.model_tokenizer import beginning_of_text
 from gqa_convert.data.order import Integers, mix
 from gqa_convert.data.pairs import shortened
+from gqa_convert.data.sampler import IGNORED
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption
-from gqa_convert.data.speech import SpeechModel, cut_windows
+from gqa_convert.data.speech import AudioFile, SpeechModel, cut_windows
 from gqa_convert.errors import DataError
 from gqa_convert.measuring import StageProgress
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.sampler import IGNORED
 from gqa_convert.losses.distillation import token_losses
 from gqa_convert.losses.output_layer import without_output_layer
 from gqa_convert.measuring import StageProgress, no_progress

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.audio_files import AudioFile, list_audio_files
-from gqa_convert.data.decoder_start import decoder_start, starts_with_last
 from gqa_convert.data.documents import Piece
-from gqa_convert.data.model_tokenizer import check_vocabulary
+from gqa_convert.data.model_tokenizer import check_vocabulary, decoder_start, starts_with_last
 from gqa_convert.data.sources import Source, find_commits, pinned
-from gqa_convert.data.speech import SpeechModel
+from gqa_convert.data.speech import AudioFile, SpeechModel, list_audio_files
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import no_bars

@@ -20,8 +20,8 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.calibration.mixture import MadeUpRecords
-from gqa_convert.conversion.layers.attention_calls import Batch, tokens_of
+from gqa_convert.conversion.calibration.made_up_records import record_blocks
+from gqa_convert.conversion.calibration.streams import Batch, tokens_of
 from gqa_convert.conversion.layers.layer_store import LayerStore
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts
@@ -168,9 +168,8 @@ def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:
     """
     sizes = [len(batch["input_ids"]) for batch in held_out]
     length = held_out[0]["input_ids"].shape[1]
-    blocks = MadeUpRecords(seed).blocks(
-        usable_tokenizer(plan.checkpoint.local_folder), length, sum(sizes)
-    )
+    tokenizer = usable_tokenizer(plan.checkpoint.local_folder)
+    blocks = record_blocks(tokenizer, length, sum(sizes), seed)
     return [{"input_ids": rows} for rows in torch.from_numpy(blocks).view(-1, length).split(sizes)]
 
 

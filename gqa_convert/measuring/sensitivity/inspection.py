@@ -140,7 +140,7 @@ def inspect_checkpoint(
         budget = choose_num_kv_heads(source, kv_budget, options, progress=progress)
         recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
     found = prepare_calibration(plan, text, progress)
-    from gqa_convert.conversion.layers.attention_calls import tokens_of
+    from gqa_convert.conversion.calibration.streams import tokens_of
     from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 
     copies = [dict.fromkeys(plan.layer_groups, groups) for groups in counts]

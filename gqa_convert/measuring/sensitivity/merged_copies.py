@@ -13,14 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gqa_convert.conversion.layers.attention_calls import (
-    MASSIVE,
-    Batch,
-    CapturedAttention,
-    beginnings,
-    hold_out,
-    tokens_of,
-)
+from gqa_convert.conversion.calibration.streams import VALIDATED, Batch, hold_out, tokens_of
+from gqa_convert.conversion.layers.attention_calls import MASSIVE, CapturedAttention, beginnings
 from gqa_convert.conversion.layers.layer_store import LayerStore, layer_key
 from gqa_convert.conversion.layers.layer_walk import Installing, LayerWalk, Stream
 from gqa_convert.conversion.layers.merged_attention import MergedAttention, check_holds
@@ -30,13 +24,13 @@ from gqa_convert.conversion.layers.model_loading import (
     precision_of,
     running_device,
 )
-from gqa_convert.conversion.layers.one_layer import VALIDATED, FitOptions, OneLayer
+from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer
 from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
 from gqa_convert.conversion.layers.statistics import heads_on, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import holds_halves
-from gqa_convert.data.labels import IGNORED
+from gqa_convert.data.sampler import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress

@@ -1,9 +1,11 @@
-"""Made-up records and questions about them, in many formats: text that only a model predicts which finds again what stands
-far above.
+"""Made-up records and questions about them, in many formats.
 
-A document states facts that nobody can know (the badge of Tolvina is 48213), as rows of a table, as JSON, as settings, as
-sentences among other prose and so on. Behind them, it asks for some of them, or states them again. Merging heads loses
-this kind of reading first, and calibration text of other kinds hardly asks for it.
+Only a model predicts this text which finds again what stands far above.
+
+A document states facts that nobody can know (the badge of Tolvina is 48213), as rows of a table, as
+JSON, as settings, as sentences among other prose and so on. Behind them, it asks for some of them,
+or states them again. Merging heads loses this kind of reading first, and calibration text of other
+kinds hardly asks for it.
 """
 
 import functools
@@ -13,6 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gqa_convert.data.order import Integers
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,6 +49,32 @@ _FEWEST = 3
 """Records of a document."""
 _ASKED = 12
 """The most facts that one asks for."""
+_CHARACTERS = 2.4
+"""Of a document per token: the longest document fills a block."""
+
+
+def record_blocks(
+    tokenizer: Any, length: int, count: int, seed: int, filler: Sequence[str] = ()
+) -> Integers:
+    """[count * length], the tokens of blocks that each begin with a new document.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        length: tokens of a block.
+        count: blocks.
+        seed: of what is drawn.
+        filler: paragraphs of other text.
+    """
+    documents = made_up_records(seed, round(_CHARACTERS * length), filler)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    made: list[int] = []
+    for _ in range(count):
+        block: list[int] = []
+        while len(block) < length:
+            encoded = tokenizer(next(documents), add_special_tokens=False, verbose=False)
+            block += [*encoded["input_ids"], *end]
+        made += block[:length]
+    return np.array(made, np.int64)
 
 
 def made_up_records(seed: int, characters: int, filler: Sequence[str]) -> Iterator[str]:
@@ -51,7 +83,8 @@ def made_up_records(seed: int, characters: int, filler: Sequence[str]) -> Iterat
     Args:
         seed: of everything that is drawn.
         characters: of the longest document, roughly; short ones are as frequent as long ones.
-        filler: paragraphs of other text, among which the facts of half of the documents are scattered.
+        filler: paragraphs of other text, among which the facts of half of the documents are
+            scattered.
     """
     chance = Random(seed)
     while True:

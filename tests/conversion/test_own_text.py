@@ -10,38 +10,47 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.conversion.calibration import own_text
 from gqa_convert.conversion.calibration.batches import prepare_calibration
+from gqa_convert.conversion.calibration.own_text import OwnWriter, first_texts, has_chat_template
+from gqa_convert.conversion.calibration.texts import OpenText, open_text
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.data import text_generation
 from gqa_convert.data.order import mix
-from gqa_convert.data.text_generation import OwnText, has_chat_template, own_text
 from gqa_convert.errors import DataError
 from tests.helpers.chat_template import CHAT, with_chat_template
 from tests.helpers.uptrain_runs import DEMO
 from tests.helpers.verification import edit_json
 
-SMALL: dict[str, Any] = {"tokens": 40, "device": "cpu"}
+SMALL: dict[str, Any] = {"tokens": 40}
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Texts of few tokens, in a cache and a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(text_generation, "LENGTH", 8)
-    monkeypatch.setattr(text_generation, "BATCH", 8)
+    monkeypatch.setattr(own_text, "LENGTH", 8)
+    monkeypatch.setattr(own_text, "BATCH", 8)
     monkeypatch.chdir(tmp_path)
 
 
-def written(own: OwnText) -> list[str]:
-    return [
-        json.loads(line)["text"] for line in own.file.read_text(encoding="utf-8").split("\n")[:-1]
-    ]
+def file_of(own: OpenText) -> Path:
+    return Path(own.stated.source)
 
 
-def write(model: Path, cache: Path, **settings: Any) -> OwnText:
-    return own_text(open_checkpoint(model), cache, **settings)
+def written(own: OpenText) -> list[str]:
+    lines = file_of(own).read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line)["text"] for line in lines]
+
+
+def write(
+    model: Path | Checkpoint, cache: Path, tokens: int, *kind: Any, **settings: Any
+) -> OpenText:
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        return OwnWriter(checkpoint, "cpu", **settings).write(tokens, *kind)
 
 
 def test_it_is_generated_once_for_each_setting(
@@ -54,16 +63,17 @@ def test_it_is_generated_once_for_each_setting(
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
     assert seen[-1] == (40, 40)
     other = write(DEMO, tmp_path / "there", **SMALL)
-    assert own.file.read_bytes() == other.file.read_bytes()
+    assert file_of(own).read_bytes() == file_of(other).read_bytes()
     assert (
-        own.file.read_bytes() != write(DEMO, tmp_path / "there", **SMALL, seed=1).file.read_bytes()
+        file_of(own).read_bytes()
+        != file_of(write(DEMO, tmp_path / "there", **SMALL, seed=1)).read_bytes()
     )
 
     def refuses(*_: Any, **__: Any) -> None:
         raise DataError("generated again")
 
-    monkeypatch.setattr(text_generation, "_Writer", refuses)
-    assert write(DEMO, tmp_path / "here", **SMALL) == own
+    monkeypatch.setattr(own_text, "_Decoder", refuses)
+    assert file_of(write(DEMO, tmp_path / "here", **SMALL)) == file_of(own)
     for changed in ({"seed": 1}, {"tokens": 41}):
         with pytest.raises(DataError, match="generated again"):
             write(DEMO, tmp_path / "here", **SMALL | changed)
@@ -71,7 +81,7 @@ def test_it_is_generated_once_for_each_setting(
     with pytest.raises(DataError, match="generated again"):
         write(tmp_path / "other", tmp_path / "here", **SMALL)
     rewritten = replace(open_checkpoint(tmp_path / "other"), rewritten_from=open_checkpoint(DEMO))
-    assert own_text(rewritten, tmp_path / "here", **SMALL) == own
+    assert file_of(write(rewritten, tmp_path / "here", **SMALL)) == file_of(own)
 
 
 def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
@@ -82,7 +92,7 @@ def test_a_text_may_hold_every_end_of_a_line(tmp_path: Path) -> None:
     ]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (tmp_path / "own.jsonl").write_text(lines, encoding="utf-8")
-    assert OwnText(tmp_path / "own.jsonl", "").first_texts() == ["one\u2028two", "three"]
+    assert first_texts(open_text(tmp_path / "own.jsonl")) == ["one\u2028two", "three"]
 
 
 def test_it_is_what_generate_samples(tmp_path: Path, fast_bfloat16: bool) -> None:
@@ -107,7 +117,9 @@ def test_a_model_that_ends_every_text_at_once_is_not_asked_for_ever(
 ) -> None:
     padding = AutoTokenizer.from_pretrained(DEMO).pad_token_id
     left = iter([torch.full((8, 3), padding)] * 5)
-    monkeypatch.setattr("gqa_convert.data.text_generation._Writer._sampled", lambda *_: next(left))
+    monkeypatch.setattr(
+        "gqa_convert.conversion.calibration.own_text._Decoder._sampled", lambda *_: next(left)
+    )
     assert written(write(DEMO, tmp_path, **SMALL)) == []
     assert next(left, None) is None
 
@@ -123,10 +135,10 @@ def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
 def test_conversations_begin_where_the_template_lets_a_user_speak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gqa_convert.data.text_generation.QUESTION", 6)
+    monkeypatch.setattr("gqa_convert.conversion.calibration.own_text.QUESTION", 6)
     source = with_chat_template(tmp_path / "source")
-    own = write(source, tmp_path / "cache", **SMALL, conversations=True)
-    found = [json.loads(line)["messages"] for line in own.file.read_text().splitlines()]
+    own = write(source, tmp_path / "cache", 40, "conversations")
+    found = [json.loads(line)["messages"] for line in file_of(own).read_text().splitlines()]
     assert all([each["role"] for each in messages] == ["user", "assistant"] for messages in found)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -154,7 +166,7 @@ def test_conversations_begin_where_the_template_lets_a_user_speak(
     assert [messages[1]["content"] for messages in found[: len(answers)]] == answers
     edit_json(source / "config.json", max_position_embeddings=4)
     with pytest.raises(DataError, match="a conversation does not fit the model's 4 positions"):
-        write(source, tmp_path / "cache", **SMALL, conversations=True)
+        write(source, tmp_path / "cache", 40, "conversations")
 
 
 def test_a_beginning_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path) -> None:
@@ -172,7 +184,7 @@ def test_what_has_no_chat_template_or_one_of_its_own_mind_writes_documents_only(
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     assert not has_chat_template(tokenizer)
     with pytest.raises(DataError, match="no chat template"):
-        write(DEMO, tmp_path, **SMALL, conversations=True)
+        write(DEMO, tmp_path, 40, "conversations")
     for template, has in (
         (CHAT, True),
         ("{{ raise_exception('no') }}", False),
