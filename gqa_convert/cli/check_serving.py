@@ -9,7 +9,7 @@ def check_serving(
     out: Converted,
     engine: list[str] = option(
         "--engine NAME",
-        "Engine to run: llama.cpp or vllm; repeatable. Default: all that are installed.",
+        "Engine to run: ctranslate2, llama.cpp or vllm; repeatable. Default: all installed.",
         [],
     ),
     python: str | None = option(

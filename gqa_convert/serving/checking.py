@@ -1,6 +1,6 @@
 """Runs transformers, then each engine, and reports the differences."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -21,7 +21,10 @@ from gqa_convert.families.loading import (
     check_complete,
     check_language_model,
     explained,
+    hears,
+    is_encoder_decoder,
     load_model,
+    load_tokenizer,
     read_config,
 )
 from gqa_convert.families.released import release_of
@@ -29,22 +32,33 @@ from gqa_convert.families.table import FAMILIES
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.paths import local_path
 
-from .engines import ENGINES, find_interpreter
-from .request import NEW_TOKENS, Request, TokenIds
+from .engines import ENGINES, Engine, find_interpreter
+from .request import NEW_TOKENS, Request, TokenIds, random_sound
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
 
-NEEDS_HEAD = "engines are compared by its predictions; convert the language model that the checkpoint was made from"
+NEEDS_HEAD = (
+    "engines are compared by its predictions; "
+    "convert the language model that the checkpoint was made from"
+)
 """Advice for a checkpoint that was saved without its language-model head."""
 _LENGTHS = (5, 48, 320)
 """Tokens of the prompts: with some hundred, a wrong rotary base shows."""
 
 
-def make_prompts(config: JsonObject) -> TokenIds:
-    """Prompts of random tokens and of increasing length, which leave room for the new tokens."""
-    room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS
-    first = min(8, config["vocab_size"] - 1)  # the first ids are often special tokens
-    ids = np.random.default_rng(0).integers(first, config["vocab_size"], max(_LENGTHS)).tolist()
-    return [ids[:length] for length in sorted({max(1, min(length, room)) for length in _LENGTHS})]
+def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> TokenIds:
+    """Prompts of random tokens and of increasing length, which leave room for the new tokens.
+
+    Args:
+        config: of the model.
+        end: tokens that stand behind the random ones.
+    """
+    room = (stated_positions(config) or max(_LENGTHS) + NEW_TOKENS) - NEW_TOKENS - len(end)
+    # a model that hears has its special tokens from the end of text on
+    count = config["eos_token_id"] if hears(config) else config["vocab_size"]
+    first = min(8, count - 1)  # the first ids are often special tokens
+    ids = np.random.default_rng(0).integers(first, count, max(_LENGTHS)).tolist()
+    lengths = sorted({max(1, min(length, room)) for length in _LENGTHS})
+    return [[*ids[:length], *end] for length in lengths]
 
 
 def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
@@ -57,25 +71,41 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
         NoLanguageModelError: it was saved without its language-model head.
     """
     import torch
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, GenerationMixin
 
     with explained(str(folder)), torch.inference_mode():
         model, missing = load_model(folder, torch.float32, attn_implementation="eager")
         check_complete(str(folder), folder, missing, NEEDS_HEAD)
-        prompts = make_prompts(model.config.get_text_config().to_dict())
+        config = model.config.get_text_config().to_dict()
+        written = "decoder_input_ids" if is_encoder_decoder(config) else "input_ids"
+        end, suppressed, given = [], None, {}
+        if hears(config):
+            given["input_features"] = torch.from_numpy(random_sound(config))
+            # engines have rules for timestamps, and stop at an end of text
+            without_timestamps = load_tokenizer(folder).convert_tokens_to_ids("<|notimestamps|>")
+            end = [config["decoder_start_token_id"], without_timestamps]
+            suppressed = [config["eos_token_id"]]
         # the checkpoint's own generation config could stop at a token or penalise repetition
         model.generation_config = GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, suppress_tokens=suppressed
         )
+        prompts = make_prompts(config, end)
         tokens, logits = [], []
         for prompt in prompts:
-            made = model.generate(torch.tensor([prompt]))
-            tokens.append(made[0, len(prompt) :].tolist())
-            read = model(input_ids=made[:, :-1]).logits
-            logits.append(read[0, len(prompt) - 1 :].float().numpy())
+            begun = prompt
+            if is_encoder_decoder(config) and not hears(config):
+                given["input_ids"] = torch.tensor([prompt])
+                begun = [config["decoder_start_token_id"]]
+            inputs = given | {written: torch.tensor([begun])}
+            # Whisper's own `generate` would decode windows
+            made = GenerationMixin.generate(model, **inputs, decoder_start_token_id=begun[0])
+            tokens.append(made[0, len(begun) :].tolist())
+            read = model(**given | {written: made[:, :-1]}).logits
+            logits.append(read[0, len(begun) - 1 :].float().numpy())
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(
-            f"{folder}: transformers computes logits that are not finite, so nothing can be compared with them"
+            f"{folder}: transformers computes logits that are not finite, "
+            "so nothing can be compared with them"
         )
     return prompts, Outcome(OK, tokens=tokens, logits=logits)
 
@@ -137,18 +167,14 @@ def check_serving(
             f"{out} holds no config.json that can be read: name the folder of a checkpoint"
         )
     check_language_model(str(out), config, NEEDS_HEAD)
-    reason = why_unsupported(out, config)
     prompts: TokenIds = []
     clients = []
     for name in names or ENGINES:
-        client: JsonObject = {
-            "client": name,
-            "version": None,
-            "status": UNSUPPORTED,
-            "detail": reason,
-        }
+        engine = ENGINES[name]
+        client: JsonObject = {"client": name, "version": None, "status": UNSUPPORTED}
+        client["detail"] = why_unsupported(out, config, engine)
         clients.append(client)
-        if reason:
+        if client["detail"]:
             continue
         try:
             interpreter, client["version"] = find_interpreter(name, python)
@@ -167,7 +193,7 @@ def check_serving(
                     for prompt, made in zip(prompts, reference.tokens, strict=True)
                 ],
             )
-        outcome = ask(interpreter, ENGINES[name].module, request, minutes * 60)
+        outcome = ask(interpreter, engine.module, request, minutes * 60)
         client |= {"status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
             client |= compare(reference, outcome, prompts)
@@ -182,22 +208,24 @@ def check_serving(
     )
 
 
-def why_unsupported(folder: Path, config: JsonObject) -> str:
-    """The reason why engines can't load a checkpoint, empty if there is none."""
+def why_unsupported(folder: Path, config: JsonObject, engine: Engine) -> str:
+    """The reason why an engine can't load a checkpoint, empty if none is known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = str(config.get("model_type"))
     if is_decilm(config):
-        return (
-            ""
-            if has_our_code(folder, config)
-            else "its code is not the modelling file that convert writes"
-        )
-    is_converted = model_type in FAMILIES and FAMILIES[model_type].is_converted
-    if is_converted or ("auto_map" in config and model_type not in CONFIG_MAPPING_NAMES):
-        return f"{model_type} comes with a modelling file, which only transformers 5 runs"
-    if auto_class(config) != TASKS[0]:
-        return f"{model_type} is an encoder-decoder or reads more than text, and only language models are compared"
+        if has_our_code(folder, config):
+            return ""
+        return "its code is not the modelling file that convert writes"
+    if model_type in FAMILIES and FAMILIES[model_type].is_converted:
+        has_own_code = not engine.takes_loaded_models
+    else:
+        has_own_code = "auto_map" in config and model_type not in CONFIG_MAPPING_NAMES
+    if has_own_code:
+        return f"{model_type} comes with a modelling file, which this engine does not run"
+    task = auto_class(config)
+    if task == TASKS[3] or (task != TASKS[0] and not engine.takes_loaded_models):
+        return f"{model_type} is an encoder-decoder or reads more than text"
     return ""
 
 

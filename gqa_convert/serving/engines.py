@@ -22,14 +22,23 @@ class Engine:
         module: the full name of the module with its `Adapter`.
         distributions: the names under which its package is published; the version of the installed one is reported.
         how_to_install: what a user does to get it.
+        takes_loaded_models: it gets its weights from transformers' classes, so that it may run results with a modelling
+            file, and models that read or hear before they write.
     """
 
     module: str
     distributions: tuple[str, ...]
     how_to_install: str
+    takes_loaded_models: bool = False
 
 
 ENGINES = {
+    "ctranslate2": Engine(
+        "gqa_convert.serving.ctranslate2",
+        ("ctranslate2",),
+        "pip install ctranslate2",
+        takes_loaded_models=True,
+    ),
     "llama.cpp": Engine(
         "gqa_convert.serving.llama_cpp",
         ("llama-cpp-python",),

@@ -1,6 +1,7 @@
-"""What the adapter of an engine receives. The module is imported by the engine's interpreter: standard library only."""
+"""What the adapter of an engine receives. The engine's interpreter imports the module: it needs the standard library only."""
 
 from dataclasses import dataclass
+from typing import Any
 
 TokenIds = list[list[int]]
 """Those of each of several sequences."""
@@ -19,8 +20,11 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A model, and the prompts that an engine answers with it, in float32. The working directory is for the adapter's own
-    files.
+    """A model, and the prompts that an engine answers with it, in float32. The working directory is for the adapter's
+    own files.
+
+    A model that reads a text and writes another reads the prompt, and begins with its start token. One that hears hears
+    `random_sound`, and its prompt is what it wrote before.
 
     Attributes:
         folder: the checkpoint.
@@ -35,3 +39,16 @@ class Request:
     run_code: bool
     prompts: TokenIds
     sequences: TokenIds
+
+
+def random_sound(config: dict[str, Any]) -> Any:
+    """What a model that hears gets beside every prompt: noise, float32 [1, mel bins, frames].
+
+    Args:
+        config: of the checkpoint.
+    """
+    import numpy as np
+
+    shape = (1, config["num_mel_bins"], 2 * config["max_source_positions"])
+    # the same numbers in every release of NumPy
+    return np.random.RandomState(0).standard_normal(shape).astype(np.float32)

@@ -1,0 +1,255 @@
+"""CTranslate2, on which faster-whisper and LibreTranslate are built, and the folder that it loads.
+
+    python -m gqa_convert.serving.ctranslate2 RESULT OUT [--quantization int8]
+
+Its converter lays out a checkpoint by a loader for each of transformers' classes. That of a T5, BART, Whisper or OPT
+takes whatever rows the projections have, but states no number of K/V heads; here each attention states its own.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gqa_convert.checkpoint.paths import local_path
+from gqa_convert.checkpoint.publication import staged_folder
+from gqa_convert.checkpoint.strict_json import JsonObject
+from gqa_convert.errors import GQAConvertError, OutputError, first_line
+from gqa_convert.families.loading import (
+    check_complete,
+    hears,
+    is_encoder_decoder,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+
+from .request import NotSupportedError, Request, TokenIds, random_sound
+
+_COPIED = ("tokenizer.json", "preprocessor_config.json")
+"""Files of the checkpoint that faster-whisper reads beside the model."""
+
+
+def make_folder(result: Path, out: Path, quantization: str | None = None) -> None:
+    """Write what CTranslate2 loads in place of a checkpoint.
+
+    Args:
+        result: the checkpoint, converted or not.
+        out: the folder to make.
+        quantization: type of the weights, by CTranslate2's name; None for the checkpoint's.
+
+    Raises:
+        NotSupportedError: CTranslate2 has no loader for the checkpoint.
+        OutputError: `out` exists, or can't be written.
+        ValueError: the tokenizer does not fit the model, or CTranslate2 does not know the quantization.
+        Exception: whatever transformers raises.
+    """
+    if out.exists():
+        raise OutputError(f"{out} exists already: name a new folder")
+    spec = _specification(result)
+    for name in _COPIED:
+        if (result / name).is_file():
+            spec.register_file(str(result / name))
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    with staged_folder(out) as made:
+        spec.save(str(made.path))
+        made.publish(overwrite=False)
+
+
+def _specification(result: Path) -> Any:
+    """CTranslate2's description of a model, with its weights."""
+    import torch
+    from ctranslate2.converters import transformers as stock
+
+    model, missing = load_model(result, "auto")
+    check_complete(str(result), result, missing, "CTranslate2 predicts tokens with it")
+    # the class of a result with a modelling file is derived from transformers' own
+    names = [each.__name__ for each in type(model.config).__mro__]
+    loader = next(
+        (stock._MODEL_LOADERS[name] for name in names if name in stock._MODEL_LOADERS), None
+    )
+    joins_projections = isinstance(loader, (stock.T5Loader, stock.BartLoader))
+    if loader is None or (names[0] not in stock._MODEL_LOADERS and not joins_projections):
+        raise NotSupportedError(f"CTranslate2 has no loader for {model.config.model_type}")
+    if joins_projections:
+        _state_variant(model)
+    with torch.no_grad():
+        spec = loader(model, load_tokenizer(result))
+    if joins_projections:
+        _state_heads(spec, model.config)
+    return spec
+
+
+def _state_variant(model: Any) -> None:
+    """Put into a model's config what the loaders read there, and transformers 5 keeps elsewhere."""
+    config = model.config
+    if hasattr(config, "dense_act_fn"):  # a T5: whether the decoder's outputs are scaled
+        config.tie_word_embeddings = getattr(config, "scale_decoder_outputs", False)
+    elif is_encoder_decoder(config.to_dict()):
+        encoder = model.get_encoder()
+        config.normalize_before = hasattr(encoder, "layer_norm")
+        config.normalize_embedding = hasattr(encoder, "layernorm_embedding")
+
+
+def _state_heads(spec: Any, config: Any) -> None:
+    """State the sizes of every attention, which the shapes of its weights show."""
+    import numpy as np
+    from ctranslate2.specs.attention_spec import MultiHeadAttentionSpec
+
+    decoder_heads = getattr(config, "decoder_attention_heads", config.num_attention_heads)
+    spec.decoder.num_heads = np.int16(decoder_heads)  # BART's loader writes the encoder's
+    stacks = [getattr(spec, name) for name in ("encoder", "decoder") if hasattr(spec, name)]
+    for stack in stacks:
+        heads = int(stack.num_heads)
+        for layer in stack.layer:
+            for part in vars(layer).values():
+                if isinstance(part, MultiHeadAttentionSpec):
+                    _state_sizes(part, heads)
+
+
+def _state_sizes(attention: Any, heads: int) -> None:
+    """State the number of K/V heads and the head_dim of one attention."""
+    import numpy as np
+
+    *projections, output = attention.linear
+    head_dim = output.weight.shape[1] // heads
+    rows = sum(linear.weight.shape[0] for linear in projections)  # of queries, keys and values
+    kv_heads = (rows // head_dim - heads) // 2
+    # a specification's own setattr refuses attributes that it was not made with
+    vars(attention).update(num_heads_kv=np.int32(kv_heads), head_dim=np.int32(head_dim))
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file of CTranslate2's holds."""
+    return json.loads(path.read_bytes())
+
+
+class _Decoder:
+    """A language model."""
+
+    def __init__(self, folder: Path) -> None:
+        import ctranslate2
+
+        self._model = ctranslate2.Generator(str(folder), compute_type="float32")
+        self._words: list[str] = _read(folder / "vocabulary.json")
+
+    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
+        """The greedy continuation of a prompt by `count` tokens, an end of text among them or not.
+
+        Returns:
+            The tokens, the first of which are those that are given as begun, and the logits of each.
+        """
+        (result,) = self._model.generate_batch(
+            [[self._words[token] for token in prompt + begun]],
+            max_length=len(prompt) + count - 1,
+            end_token=[],
+            return_logits_vocab=True,
+        )
+        return result.sequences_ids[0][-count:], result.logits[0][-count:]
+
+
+class _Translator:
+    """A language model that reads a text and writes another."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        import ctranslate2
+
+        self._model = ctranslate2.Translator(str(folder), compute_type="float32")
+        self._words: list[str] = _read(folder / "shared_vocabulary.json")
+        stated = _read(folder / "config.json")["decoder_start_token"]
+        self._start = [] if stated else [self._words[start]]  # mBART's is a language
+
+    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
+        """What it writes after reading the prompt; as of `_Decoder`."""
+        (result,) = self._model.translate_batch(
+            [[self._words[token] for token in prompt]],
+            [self._start + [self._words[token] for token in begun]],
+            beam_size=1,
+            max_decoding_length=count,
+            max_input_length=0,
+            end_token=[],
+            return_logits_vocab=True,
+        )
+        return [self._words.index(word) for word in result.hypotheses[0]], result.logits[0]
+
+
+class _Listener:
+    """A Whisper, which hears the same sound before every prompt."""
+
+    def __init__(self, folder: Path, config: JsonObject) -> None:
+        import ctranslate2
+
+        self._model = ctranslate2.models.Whisper(str(folder), compute_type="float32")
+        self._sound = ctranslate2.StorageView.from_array(random_sound(config))
+        self._end = config["eos_token_id"]
+
+    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
+        """What it writes after the prompt; as of `_Decoder`, but without an end of text, which stops it."""
+        (result,) = self._model.generate(
+            self._sound,
+            [prompt + begun],
+            beam_size=1,
+            # it decodes half as many tokens at most, and at most so many with the prompt
+            max_length=max(len(prompt), count) + count,
+            suppress_blank=False,
+            suppress_tokens=[] if begun else [self._end],
+            return_logits_vocab=True,
+        )
+        return result.sequences_ids[0][:count], result.logits[0][:count]
+
+
+class Adapter:
+    """A checkpoint in CTranslate2.
+
+    Raises:
+        NotSupportedError: CTranslate2 has no loader for it.
+    """
+
+    def __init__(self, request: Request) -> None:
+        source, folder = Path(request.folder), Path("ctranslate2")
+        make_folder(source, folder, "float32")
+        config = read_config(source)
+        self._engine: _Decoder | _Translator | _Listener
+        if hears(config):
+            self._engine = _Listener(folder, config)
+        elif is_encoder_decoder(config):
+            self._engine = _Translator(folder, config["decoder_start_token_id"])
+        else:
+            self._engine = _Decoder(folder)
+
+    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
+        """The greedy tokens after each prompt."""
+        return [self._engine.decode(prompt, [], new_tokens)[0] for prompt in prompts]
+
+    def logits(self, sequence: list[int], positions: list[int]) -> Any:
+        """The logits [positions, vocabulary] while the engine is made to decode a sequence."""
+        import numpy as np
+
+        end = positions[0] + 1
+        _, rows = self._engine.decode(sequence[:end], sequence[end:], len(positions))
+        return np.stack([np.array(row).reshape(-1) for row in rows])
+
+
+def main() -> None:
+    """Make a folder for CTranslate2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gqa_convert.serving.ctranslate2",
+        description="Write the folder that CTranslate2 and faster-whisper load in place of RESULT.",
+    )
+    parser.add_argument("result", metavar="RESULT", help="checkpoint, converted or not")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument(
+        "--quantization",
+        metavar="TYPE",
+        help="type of the weights, such as int8 or float16; default: that of RESULT",
+    )
+    options = parser.parse_args()
+    try:
+        make_folder(local_path(options.result), local_path(options.out), options.quantization)
+    except (GQAConvertError, NotSupportedError, ImportError, ValueError) as problem:
+        parser.error(first_line(problem))
+
+
+if __name__ == "__main__":
+    main()
