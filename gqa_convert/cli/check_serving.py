@@ -18,11 +18,12 @@ def check_serving(
     ),
     as_json: Json = False,
 ) -> None:
-    """Run serving engines on OUT and compare their greedy tokens and logits with transformers', in float32.
+    """Run serving engines on OUT and compare their greedy tokens and logits with transformers'.
 
-    Every engine runs in a separate process, through its own converter if it has one. ok means equal tokens and close
-    logits, not supported that the engine rejects the architecture, and skipped that it is not installed. The exit code is
-    1 if any engine differs, if none ran, or if an engine named by --engine is missing.
+    Every engine runs in float32 and in a separate process, through its own converter if it has one.
+    ok means equal tokens and close logits, not supported that the engine rejects the architecture,
+    and skipped that it is not installed. The exit code is 1 if any engine differs, if none ran, or
+    if an engine named by --engine is missing.
 
     Examples:
 
@@ -37,9 +38,8 @@ def check_serving(
         print_json(report.as_json())
     else:
         for entry in report.clients:
-            say(
-                f"{entry['status']:<13}  {entry['client']} {entry['version'] or ''}  {entry['detail']}"
-            )
+            engine = f"{entry['client']} {entry['version'] or ''}"
+            say(f"{entry['status']:<13}  {engine}  {entry['detail']}")
         say("every engine that ran agrees with transformers" if report.passed else "not proved")
     if not report.passed:
         raise typer.Exit(1)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,21 @@ _LENGTHS = (5, 48, 320)
 """Tokens of the prompts: with some hundred, a wrong rotary base shows."""
 
 
+@dataclass(frozen=True)
+class _Question:
+    """One prompt, and how transformers is asked.
+
+    Attributes:
+        prompt: its tokens, as an engine gets them.
+        given: inputs of the encoder by name; empty without one.
+        begun: tokens with which the decoder begins.
+    """
+
+    prompt: list[int]
+    given: dict[str, Any]
+    begun: list[int]
+
+
 def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> TokenIds:
     """Prompts of random tokens and of increasing length, which leave room for the new tokens.
 
@@ -61,10 +77,27 @@ def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> TokenIds:
     return [[*ids[:length], *end] for length in lengths]
 
 
-def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
-    """Prompts, and the greedy tokens and the logits of a checkpoint in float32, with eager attention.
+def _make_questions(folder: Path, config: JsonObject) -> list[_Question]:
+    import torch
 
-    The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed without one.
+    if hears(config):
+        # with timestamps, engines follow rules of their own
+        without_timestamps = load_tokenizer(folder).convert_tokens_to_ids("<|notimestamps|>")
+        prompts = make_prompts(config, [config["decoder_start_token_id"], without_timestamps])
+        sound = {"input_features": torch.from_numpy(random_sound(config))}
+        return [_Question(prompt, sound, prompt) for prompt in prompts]
+    prompts = make_prompts(config)
+    if not is_encoder_decoder(config):
+        return [_Question(prompt, {}, prompt) for prompt in prompts]
+    start = [config["decoder_start_token_id"]]
+    return [_Question(prompt, {"input_ids": torch.tensor([prompt])}, start) for prompt in prompts]
+
+
+def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
+    """Prompts, and a checkpoint's greedy tokens and logits in float32, with eager attention.
+
+    The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed
+    without one.
 
     Raises:
         CorruptCheckpointError: transformers can't run the checkpoint, or its logits are not finite.
@@ -77,41 +110,36 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
         model, missing = load_model(folder, torch.float32, attn_implementation="eager")
         check_complete(str(folder), folder, missing, NEEDS_HEAD)
         config = model.config.get_text_config().to_dict()
+        questions = _make_questions(folder, config)
         written = "decoder_input_ids" if is_encoder_decoder(config) else "input_ids"
-        end, suppressed, given = [], None, {}
-        if hears(config):
-            given["input_features"] = torch.from_numpy(random_sound(config))
-            # engines have rules for timestamps, and stop at an end of text
-            without_timestamps = load_tokenizer(folder).convert_tokens_to_ids("<|notimestamps|>")
-            end = [config["decoder_start_token_id"], without_timestamps]
-            suppressed = [config["eos_token_id"]]
         # the checkpoint's own generation config could stop at a token or penalise repetition
         model.generation_config = GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, suppress_tokens=suppressed
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            # CTranslate2 always stops where a Whisper ends its text
+            suppress_tokens=[config["eos_token_id"]] if hears(config) else None,
         )
-        prompts = make_prompts(config, end)
         tokens, logits = [], []
-        for prompt in prompts:
-            begun = prompt
-            if is_encoder_decoder(config) and not hears(config):
-                given["input_ids"] = torch.tensor([prompt])
-                begun = [config["decoder_start_token_id"]]
-            inputs = given | {written: torch.tensor([begun])}
-            # Whisper's own `generate` would decode windows
-            made = GenerationMixin.generate(model, **inputs, decoder_start_token_id=begun[0])
-            tokens.append(made[0, len(begun) :].tolist())
-            read = model(**given | {written: made[:, :-1]}).logits
-            logits.append(read[0, len(begun) - 1 :].float().numpy())
+        for question in questions:
+            inputs = question.given | {written: torch.tensor([question.begun])}
+            # Whisper's own `generate` decodes by windows
+            made = GenerationMixin.generate(
+                model, **inputs, decoder_start_token_id=question.begun[0]
+            )
+            tokens.append(made[0, len(question.begun) :].tolist())
+            read = model(**question.given | {written: made[:, :-1]}).logits
+            logits.append(read[0, len(question.begun) - 1 :].float().numpy())
     if not all(np.isfinite(each).all() for each in logits):
         raise CorruptCheckpointError(
             f"{folder}: transformers computes logits that are not finite, "
             "so nothing can be compared with them"
         )
-    return prompts, Outcome(OK, tokens=tokens, logits=logits)
+    return [question.prompt for question in questions], Outcome(OK, tokens=tokens, logits=logits)
 
 
 TOLERANCE = 1e-3
-"""Difference of logits that is allowed, as a share of the spread between the reference's highest and lowest logit."""
+"""Allowed difference of logits, as a share of the spread of the reference's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +152,8 @@ class ServingReport(Result):
         transformers: the version that the engines are compared with.
         prompts: the lengths of the prompts; empty if no engine ran.
         new_tokens: how many tokens each prompt is continued by.
-        clients: for each engine `client` (its name), `version`, `status` (ok, failed, not supported or skipped) and
-            `detail`; for one that ran also what `compare` returns.
+        clients: for each engine `client` (its name), `version`, `status` (ok, failed, not supported
+            or skipped) and `detail`; for one that ran also what `compare` returns.
         passed: no engine failed, at least one was right, and no named one was skipped.
     """
 
@@ -230,7 +258,7 @@ def why_unsupported(folder: Path, config: JsonObject, engine: Engine) -> str:
 
 
 def has_our_code(folder: Path, config: JsonObject) -> bool:
-    """Whether a DeciLM names no code but this package's modelling file, which engines then may run."""
+    """Whether a DeciLM names no code but this package's modelling file, which engines may run."""
     if not is_decilm(config):
         return False
     modeling = FAMILIES[str(config["model_type"])].modeling
@@ -243,8 +271,8 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
 
 
 def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject:
-    """Compare two answers. A different token counts as a tie if transformers' logits of both are within the tolerance,
-    and ends the comparison of its prompt.
+    """Compare two answers. A different token counts as a tie if transformers' logits of both are
+    within the tolerance, and ends the comparison of its prompt.
 
     Args:
         reference: of transformers, with tokens and logits.
@@ -252,8 +280,8 @@ def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject
         prompts: of both.
 
     Returns:
-        The client's `status` and `detail`, the `largest_difference` of the logits (None if they are not finite), the
-        difference that is `allowed`, and the number of equal `tokens`.
+        The client's `status` and `detail`, the `largest_difference` of the logits (None if they are
+        not finite), the difference that is `allowed`, and the number of equal `tokens`.
     """
     allowed = TOLERANCE * max(float(np.ptp(each)) for each in reference.logits)
     problems = []

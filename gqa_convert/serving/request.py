@@ -1,4 +1,4 @@
-"""What the adapter of an engine receives. The engine's interpreter imports the module: it needs the standard library only."""
+"""What the adapter of an engine receives. Other interpreters import it: standard library only."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,10 @@ NEW_TOKENS = 24
 
 
 class NotSupportedError(Exception):
-    """The engine states that it does not know this kind of model, or can't do this. Any other error is a failure."""
+    """The engine states that it does not know this kind of model, or can't do this.
+
+    Any other error is a failure.
+    """
 
 
 class AbsentError(Exception):
@@ -20,11 +23,11 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A model, and the prompts that an engine answers with it, in float32. The working directory is for the adapter's
-    own files.
+    """A model, and the prompts that an engine answers with it, in float32.
 
-    A model that reads a text and writes another reads the prompt, and begins with its start token. One that hears hears
-    `random_sound`, and its prompt is what it wrote before.
+    The working directory is for the adapter's own files. The encoder of a text model reads the
+    prompt, and the decoder begins with its start token. One that hears gets `random_sound`, and the
+    prompt is what its decoder wrote before.
 
     Attributes:
         folder: the checkpoint.

@@ -10,7 +10,7 @@ class Adapter:
     """A checkpoint in vLLM."""
 
     def __init__(self, request: Request) -> None:
-        # in this process, so that an error is raised here instead of being logged by another process
+        # in this process, so that an error is raised here instead of being logged elsewhere
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
@@ -39,7 +39,7 @@ class Adapter:
             raise
 
     def logits(self, sequence: list[int], positions: list[int]) -> Any:
-        """The logits [positions, vocabulary] from which vLLM chooses the token after each prefix of a sequence."""
+        """The logits [positions, vocabulary] that choose the token after each of a sequence."""
         import numpy as np
 
         rows = []

@@ -1,9 +1,9 @@
-"""The process in which an engine runs, possibly with another interpreter and other packages than the rest of the program.
+"""The process in which an engine runs, possibly with another interpreter and other packages.
 
     python -c BOOT MODULE
 
-The working directory holds `request.json`; `outcome.json` and `logits.npz` are written beside it. BOOT makes this package, but nothing
-beside it, importable there.
+The working directory holds `request.json`; `outcome.json` and `logits.npz` are written beside it.
+BOOT makes this package, but nothing beside it, importable there.
 """
 
 import json
@@ -25,8 +25,8 @@ from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenI
 def run(
     command: Sequence[str], folder: Path, seconds: float = 60.0
 ) -> tuple[int | None, list[str], list[str]]:
-    """Run a command offline, and kill all its descendants when it ends, when its time is up and when this program is
-    stopped. Another interpreter does not get this program's module path.
+    """Run a command offline, and kill all its descendants when it ends, when its time is up and
+    when this program is stopped. Another interpreter does not get this program's module path.
 
     Args:
         command: its words.
@@ -34,8 +34,8 @@ def run(
         seconds: time limit.
 
     Returns:
-        Its exit code, the negative signal number if a signal killed it, None if its time was up; and lines of stdout and
-        of stderr.
+        Its exit code, the negative signal number if a signal killed it, None if its time was up;
+        and lines of stdout and of stderr.
 
     Raises:
         OSError: the program does not exist.

@@ -1,18 +1,18 @@
 """Results of encoder-decoders in CTranslate2 itself, against transformers."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import ctranslate2
 import pytest
 
 from gqa_convert import convert_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
-from gqa_convert.serving import ctranslate2 as maker
-from gqa_convert.serving.checking import ask_transformers, check_serving, compare
+from gqa_convert.serving.checking import ask_transformers, compare
 from gqa_convert.serving.ctranslate2 import Adapter, make_folder
 from gqa_convert.serving.request import NEW_TOKENS, NotSupportedError, Request
 from gqa_convert.serving.worker import OK, Outcome
+from tests.helpers.command_line import run, run_python
 from tests.helpers.data_helpers import word_tokenizer
 from tests.helpers.own_files import CASES, make_source
 
@@ -41,20 +41,18 @@ def make_result(case: str, folder: Path, kv_heads: int | list[int]) -> Path:
     return out
 
 
-def found_in_engine(out: Path) -> dict:
-    """What the comparison says of the adapter, in this process; the working directory is its own."""
+def compared(out: Path) -> dict[str, Any]:
+    """What is said of the adapter, which works in this process and in the working directory."""
     prompts, reference = ask_transformers(out)
-    sequences = [
-        prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)
-    ]
+    sequences = [prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)]
     request = Request(
         folder=str(out), context=400, run_code=False, prompts=prompts, sequences=sequences
     )
     adapter = Adapter(request)
-    tokens = adapter.generate(prompts, NEW_TOKENS)
     logits = []
     for prompt, sequence in zip(prompts, sequences, strict=True):
         logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
+    tokens = adapter.generate(prompts, NEW_TOKENS)
     return compare(reference, Outcome(OK, tokens=tokens, logits=logits), prompts)
 
 
@@ -63,12 +61,12 @@ def found_in_engine(out: Path) -> dict:
     [
         ("t5", 3),
         ("t5", 1),
-        ("t5, version 1.1", 4),
+        ("t5, version 1.1", 4),  # outputs are not scaled
         ("mt5", 3),
         ("umt5", 3),
-        ("bart", 3),
+        ("bart", 3),  # other heads in the encoder
         ("bart", 1),
-        ("mbart", 3),
+        ("mbart", 3),  # no start token of its own
         ("pegasus", 3),
         ("whisper", 12),
         ("whisper", 3),
@@ -81,7 +79,36 @@ def test_tokens_and_logits(
 ) -> None:
     out = make_result(case, tmp_path, kv_heads)
     monkeypatch.chdir(tmp_path)
-    found = found_in_engine(out)
-    assert (found["status"], found["largest_difference"] < found["allowed"] / 100) == (OK, True), (
-        found
+    found = compared(out)
+    assert found["status"] == OK, found
+    assert found["tokens"] >= 2 * NEW_TOKENS
+    assert found["largest_difference"] < found["allowed"] / 100
+
+
+def test_the_command_that_checks(tmp_path: Path) -> None:
+    shown = run("check-serving", make_result("t5", tmp_path, 4), "--engine", "ctranslate2")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert shown.stdout.startswith(
+        f"ok             ctranslate2 {ctranslate2.__version__}  72 tokens"
     )
+
+
+def test_the_folder(tmp_path: Path) -> None:
+    """It is made once, with the files that faster-whisper reads, in the type that is asked for."""
+    result, out = make_result("whisper", tmp_path, 3), tmp_path / "folder"
+    (result / "preprocessor_config.json").write_text("{}", encoding="utf-8")
+    command = ("-m", "gqa_convert.serving.ctranslate2", result, out, "--quantization")
+    wrong = run_python(*command, "int7")
+    assert (wrong.returncode, "int7 is not a valid" in wrong.stderr) == (2, True)
+    made = run_python(*command, "int8")
+    assert made.returncode == 0, made.stderr
+    names = ["config.json", "model.bin", "preprocessor_config.json", "tokenizer.json"]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "vocabulary.json"]
+    assert ctranslate2.models.Whisper(str(out)).compute_type == "int8_float32"
+    again = run_python(*command, "int8")
+    assert (again.returncode, f"{out} exists already" in again.stderr) == (2, True)
+
+
+def test_what_has_no_loader_is_not_supported(tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedError, match="no loader for gqa_gpt2"):
+        make_folder(make_result("gpt2", tmp_path, 3), tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""check-serving finds what an engine computes wrongly. The engines here are fakes, or their packages are."""
+"""check-serving finds what an engine computes wrongly. Here engines or their packages are fakes."""
 
 import json
 import os
@@ -26,10 +26,13 @@ from tests.helpers.verification import save_tokenizer
 
 Engines = Callable[..., None]
 
+OTHERS = ("llama.cpp", "vllm")
+"""The engines that are not installed here."""
+
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """Sets what engines do, and their names, each with the packages of which one must be installed."""
+    """Sets what engines do, and their names, each with its packages, of which one is needed."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     real = dict(ENGINES)
 
@@ -127,7 +130,7 @@ def test_a_tie_in_the_reference_is_forgiven_and_nothing_more() -> None:
 
 @pytest.mark.usefixtures("modeling_files_registered")
 def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
-    """Layers that differ in number need the class of their config, which is a file of the checkpoint."""
+    """Layers that differ in number need the class of their config, a file of the checkpoint."""
     make_checkpoint(
         "llama", tmp_path / "source", head_dim=8, intermediate_size=256, num_hidden_layers=2
     )
@@ -135,12 +138,12 @@ def test_only_this_packages_code_runs_in_an_engine(tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "source", out, [12, 3], ConversionOptions(method="mean"))
     config = checking.read_config(out)
     assert has_our_code(out, config)
-    assert {entry["status"] for entry in check_serving(out).clients} == {"skipped"}
+    assert {entry["status"] for entry in check_serving(out, OTHERS).clients} == {"skipped"}
     assert not has_our_code(out, config | {"auto_map": {"AutoConfig": "other.Config"}})
     with (out / "gqa_decilm.py").open("a") as file:
         file.write("\n")
     assert not has_our_code(out, config)
-    assert {entry["status"] for entry in check_serving(out).clients} == {"not supported"}
+    assert {entry["status"] for entry in check_serving(out, OTHERS).clients} == {"not supported"}
 
 
 def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
@@ -148,10 +151,11 @@ def test_the_adapters_compute_what_transformers_does(tmp_path: Path) -> None:
     python = write_interpreter(tmp_path / "python")
     out = make_checkpoint("llama", tmp_path / "out", num_key_value_heads=3)
     save_tokenizer(out)
-    shown = run("check-serving", out, "--python", python, "--json")
+    named = [word for name in OTHERS for word in ("--engine", name)]
+    shown = run("check-serving", out, *named, "--python", python, "--json")
     report = json.loads(shown.stdout)
     assert report["passed"], report
-    assert [each["client"] for each in report["clients"]] == ["llama.cpp", "vllm"]
+    assert [each["client"] for each in report["clients"]] == [*OTHERS]
     for each in report["clients"]:
         assert (each["version"], each["status"]) == ("9.9", "ok")
         assert each["tokens"] == 2 * NEW_TOKENS
@@ -197,7 +201,7 @@ def test_a_named_interpreter_is_used_alone(
 
 def test_the_command(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "own", config={"model_type": "gqa_t5"})
-    result = run("check-serving", folder)
+    result = run("check-serving", folder, "--engine", "vllm")
     assert result.returncode == 1
     assert "not supported" in result.stdout
     assert "not proved" in result.stdout

@@ -1,0 +1,117 @@
+"""Word errors of a Whisper and its results in faster-whisper, which runs them by CTranslate2.
+
+    python -m benchmarks.real.faster_whisper --sounds HELD_OUT --models SOURCE RESULT RESULT
+
+HELD_OUT is a folder of benchmarks.real.spoken. Each model is converted to float32 and to int8, and
+hears every sound by greedy search and with five beams, without the fallback to other temperatures.
+Errors are per word that is said, after transformers' normaliser. The encoder, which no conversion
+changes, hears a sound once for each type of weights. The table goes into docs/results/README.md.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from faster_whisper import WhisperModel
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+from benchmarks.pages import filled, table
+from gqa_convert.families.loading import read_config
+from gqa_convert.measuring.evaluation.comparison import word_errors
+from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.serving.ctranslate2 import make_folder
+
+OUTPUT, PAGE = Path("docs/results/faster-whisper.json"), Path("docs/results/README.md")
+TYPES, BEAMS = ("float32", "int8"), (1, 5)
+
+
+class Listener(WhisperModel):  # type: ignore[misc]  # it has no types
+    """A model that shares what the encoder makes of sounds with others."""
+
+    heard: dict[bytes, Any]
+
+    def encode(self, features: Any) -> Any:
+        key = features.tobytes()
+        if key not in self.heard:
+            self.heard[key] = super().encode(features)
+        return self.heard[key]
+
+
+def transcribe(model: Listener, sounds: list[Path], beam: int) -> list[str]:
+    """What a model hears."""
+    texts = []
+    for sound in sounds:
+        segments, _ = model.transcribe(
+            str(sound), language="en", beam_size=beam, temperature=0.0, without_timestamps=True
+        )
+        texts.append(" ".join(segment.text for segment in segments))
+    return texts
+
+
+def score(said: list[str], heard: list[str]) -> dict[str, float]:
+    """Word errors and their standard error over sounds."""
+    wrong, words = word_errors(said, heard, EnglishTextNormalizer({}))
+    rate = wrong.sum() / words.sum()
+    error = np.sqrt(len(words)) * np.std(wrong - rate * words) / words.sum()
+    return {"word_errors": round(float(rate), 4), "error": round(float(error), 4)}
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A cell for each model, type and number of beams."""
+    lines = (options.sounds / "metadata.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[: options.count]]
+    sounds = [options.sounds / row["file_name"] for row in rows]
+    cells = []
+    for kind in TYPES:
+        heard: dict[bytes, Any] = {}
+        for folder in options.models:
+            config = read_config(folder)
+            kv_heads = config.get("num_key_value_heads", config["decoder_attention_heads"])
+            with TemporaryDirectory() as made:
+                make_folder(folder, Path(made) / "model", kind)
+                model = Listener(f"{made}/model", compute_type=kind, cpu_threads=1)
+                model.heard = heard
+                for beam in BEAMS:
+                    scores = score([row["text"] for row in rows], transcribe(model, sounds, beam))
+                    cells.append({"kv_heads": kv_heads, "type": kind, "beam": beam, **scores})
+                    print(cells[-1], flush=True)
+    return cells
+
+
+def report(cells: list[dict[str, Any]]) -> str:
+    """A row for each number of heads."""
+    columns = [(kind, beam) for kind in TYPES for beam in BEAMS]
+    header = ["K/V heads", *(f"{kind}, beam {beam}" for kind, beam in columns)]
+    shown = {
+        (
+            cell["kv_heads"],
+            cell["type"],
+            cell["beam"],
+        ): f"{cell['word_errors']:.1%} ± {100 * cell['error']:.1f}"
+        for cell in cells
+    }
+    numbers = dict.fromkeys(cell["kv_heads"] for cell in cells)
+    rows = [[str(number), *(shown[number, *column] for column in columns)] for number in numbers]
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--sounds", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=100, help="sounds (default: 100)")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    cells = measure(options)
+    write_json(options.output, {"sounds": options.count, "cells": cells})
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(filled(page, "faster-whisper", report(cells)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
