@@ -46,7 +46,7 @@ def benchmark(
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """
     from gqa_convert.cli.console.screen import ProgressScreen, print_json, show_table
-    from gqa_convert.measuring.latency.run import benchmark_model
+    from gqa_convert.measuring.latency import benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
 
     with ProgressScreen() as screen:

@@ -1,4 +1,6 @@
-"""Measures what a conversion costs and gains: losses on text, the cost of merging before it is done, decode time."""
+"""Measures what a conversion costs and gains: losses on text, the cost of merging before it is
+done, decode time.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +19,8 @@ def no_progress(*_: object) -> None:
 
 @contextmanager
 def memory_explained(name: str, advice: str) -> Iterator[None]:
-    """A context that turns out-of-memory errors of torch into a single line: what ran, and what to do.
+    """A context that turns out-of-memory errors of torch into a single line: what ran, and what to
+    do.
 
     Raises:
         DeviceMemoryError: the memory is full.

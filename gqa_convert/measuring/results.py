@@ -1,4 +1,6 @@
-"""The results of `evaluate` and `benchmark`: their keys, reading, writing, and to which checkpoint they belong."""
+"""The results of `evaluate` and `benchmark`: their keys, reading, writing, and to which checkpoint
+they belong.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -30,9 +32,11 @@ class _Measurement(_Stored):
 
 
 class Found(_Stored):
-    """The share of questions on long texts that a model answers exactly, of one kind or at one length; null for all.
+    """The share of questions on long texts that a model answers exactly, of one kind or at one
+    length; null for all.
 
-    `difference` is the share minus that of the model that the others are compared with, paired text by text.
+    `difference` is the share minus that of the model that the others are compared with, paired text
+    by text.
     """
 
     kind: str | None
@@ -70,7 +74,9 @@ class _Model(_Stored):
 
 
 class ModelScores(_Losses, _Model):  # in this order, a file states the model before its losses
-    """One model of an evaluation; losses and divergences in nats per token, null where not measured or not finite."""
+    """One model of an evaluation; losses and divergences in nats per token, null where not measured
+    or not finite.
+    """
 
     tokens: int = 0
     bytes: int | None = None
@@ -96,7 +102,9 @@ class ScoredText(_Stored):
 
 
 class AskedQuestions(_Stored):
-    """What models are asked: so many questions of each kind at each length, in tokens, on texts of a seed."""
+    """What models are asked: so many questions of each kind at each length, in tokens, on texts of
+    a seed.
+    """
 
     lengths: list[int]
     questions: int
@@ -104,7 +112,9 @@ class AskedQuestions(_Stored):
 
 
 class EvaluationFile(_Measurement):
-    """What `evaluate` writes; `data` is null where no text was scored, `questions` where none were asked."""
+    """What `evaluate` writes; `data` is null where no text was scored, `questions` where none were
+    asked.
+    """
 
     kind: Literal["evaluate"] = "evaluate"
     data: ScoredText | None = None
@@ -125,8 +135,8 @@ class EvaluationFile(_Measurement):
 
 
 class TimedCell(_Stored):
-    """One number of K/V heads at one batch and context; times in ms, sizes in bytes. `fingerprint` is null for a version
-    that was made for the timing.
+    """One number of K/V heads at one batch and context; times in ms, sizes in bytes. `fingerprint`
+    is null for a version that was made for the timing.
     """
 
     groups: int
@@ -163,8 +173,8 @@ def load_evaluation(path: Path) -> EvaluationFile:
     """Read a file that `evaluate` wrote.
 
     Raises:
-        ReportError: it does not exist, can't be read, is no such file, has another format version, or a key has a value of the wrong
-            type.
+        ReportError: it does not exist, can't be read, is no such file, has another format version,
+            or a key has a value of the wrong type.
     """
     if not path.exists():
         raise ReportError(f"{path} does not exist: name a file that evaluate wrote")

@@ -48,8 +48,13 @@ def number(value: float | None, form: str) -> str:
 
 def filled(rows: Sequence[Row]) -> list[Row]:
     """Rows without the columns that have nothing in them."""
-    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    return [{heading: row[heading] for heading in headings} for row in rows]
+    kept = [dict[str, str]() for _ in rows]
+    for heading in rows[0]:
+        cells = [row[heading] for row in rows]
+        if any(cells):
+            for row, cell in zip(kept, cells, strict=True):
+                row[heading] = cell
+    return kept
 
 
 def short_names(entries: Sequence[ModelScores]) -> Names:
@@ -80,7 +85,10 @@ def evaluation_tables(
     if results.questions is not None:
         asked = results.questions
         lengths = ", ".join(f"{length:,}" for length in asked.lengths)
-        title = f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind at each length"
+        title = (
+            f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind "
+            "at each length"
+        )
         tables.append(Table(title, filled(_answers(entries, names))))
     return tables
 
@@ -118,16 +126,16 @@ def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
             row[heading] = figure(part, "found", ".0%")
             if heading == "all":
                 counts |= {"difference": "", "recovery": ""}
-                row |= {
-                    "difference": figure(part, "difference", "+.0%"),
-                    "recovery": _recovery(part),
-                }
+                row["difference"] = figure(part, "difference", "+.0%")
+                row["recovery"] = _recovery(part)
         rows.append(row)
     return rows
 
 
 def _recovery(part: Found) -> str:
-    """The share found over that of the model that it is compared with; nothing if that one found nothing."""
+    """The share found over that of the model that it is compared with; nothing if that one found
+    nothing.
+    """
     if part.difference in (None, part.found):
         return ""
     return f"{part.found / (part.found - part.difference):.0%}"
@@ -151,30 +159,35 @@ def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:
 
 
 def benchmark_table(result: BenchmarkFile) -> Table:
-    """Times and sizes; speed is relative to the source's own number of K/V heads, if that was timed."""
+    """Times and sizes; speed is relative to the source's own number of K/V heads, if that was
+    timed.
+    """
     title = (
         f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
         f"transformers, attention {result.attention}; "
         f"{result.machine.processor}, {result.machine.device}. Medians (and quartiles)"
     )
-    rows = []
-    sources = {
-        (cell.batch, cell.context): cell.decode_ms_per_token
-        for cell in result.results
-        if cell.groups == result.kv_heads
-    }
+    sources = {}
     for cell in result.results:
+        if cell.groups == result.kv_heads:
+            sources[cell.batch, cell.context] = cell.decode_ms_per_token
+    rows = []
+    for cell in result.results:
+        decode = cell.decode_ms_per_token
         source = sources.get((cell.batch, cell.context))
-        rows.append(
-            {
-                "N": str(cell.groups),
-                "batch": str(cell.batch),
-                "context": f"{cell.context:,}",
-                "ms/token": f"{cell.decode_ms_per_token:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
-                "speed": f"{source / cell.decode_ms_per_token:.2f}x" if source else "",
-                "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-                "prefill ms": f"{cell.prefill_ms:.3g} ({cell.prefill_ms_low:.3g} to {cell.prefill_ms_high:.3g})",
-                "K/V cache": size(cell.kv_bytes),
-            }
-        )
+        row = {
+            "N": str(cell.groups),
+            "batch": str(cell.batch),
+            "context": f"{cell.context:,}",
+            "ms/token": _spread(decode, cell.decode_ms_low, cell.decode_ms_high),
+            "speed": f"{source / decode:.2f}x" if source else "",
+            "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
+            "prefill ms": _spread(cell.prefill_ms, cell.prefill_ms_low, cell.prefill_ms_high),
+            "K/V cache": size(cell.kv_bytes),
+        }
+        rows.append(row)
     return Table(title, filled(rows))
+
+
+def _spread(median: float, low: float, high: float) -> str:
+    return f"{median:.3g} ({low:.3g} to {high:.3g})"

@@ -47,6 +47,14 @@ class Weights:
     Args:
         folder: the checkpoint's folder.
 
+    Attributes:
+        chosen: the file that transformers looks for first.
+        files: those that hold the weights.
+        tensors: every tensor in them, whatever an index says.
+        file_of: the file of each.
+        weight_map: the same, as an index states it.
+        metadata: of all safetensors files together.
+
     Raises:
         Exception: whatever the libraries raise for files that cannot be read; ValueError for those
             that do not make one checkpoint.
@@ -55,13 +63,9 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: Tensors = {}
-        """Every tensor in the files, whatever the index says."""
         self.file_of: dict[str, str] = {}
-        """By tensor."""
         self.metadata: dict[str, str] = {}
-        """Of all safetensors files together."""
         self.weight_map: dict[str, str] | None = None
-        """The file of each tensor, as an index states it."""
         self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
         if not self.chosen:
             raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
@@ -71,21 +75,17 @@ class Weights:
             self.weight_map = index["weight_map"]
             self.files = sorted(set(index["weight_map"].values()))
         for file in self.files:
-            self._add(file)
-
-    def _add(self, file: str) -> None:
-        if Path(file).name != file:
-            raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
-        try:
-            found = self._map_file(self.folder / file)
-        except Exception as problem:
-            reason = first_line(problem)
-            raise ValueError(f"{self.folder / file} cannot be read ({reason})") from None
-        twice = found.keys() & self.tensors.keys()
-        if twice:
-            raise ValueError(f"{self.folder} holds tensor {min(twice)} twice, once in {file}")
-        self.tensors |= found
-        self.file_of |= dict.fromkeys(found, file)
+            if Path(file).name != file:
+                raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
+            try:
+                found = self._map_file(folder / file)
+            except Exception as problem:
+                reason = first_line(problem)
+                raise ValueError(f"{folder / file} cannot be read ({reason})") from None
+            if twice := found.keys() & self.tensors.keys():
+                raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
+            self.tensors |= found
+            self.file_of |= dict.fromkeys(found, file)
 
     def _map_file(self, path: Path) -> Tensors:
         if path.suffix == ".safetensors":
@@ -101,23 +101,31 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The two checkpoints of a verification."""
+    """The two checkpoints of a verification.
+
+    Attributes:
+        out: the folder of OUT.
+        out_config: its config.
+        claims: its provenance record. Both are empty if they cannot be read.
+        source: SOURCE's tensors, in the form in which it was converted.
+        config: SOURCE's config in that form.
+        result_dtypes: the types that OUT must have for tensors that a rewritten SOURCE holds in a
+            wider one.
+        family: the record of that form.
+        original: the tensors of SOURCE as the user named it: `source`, unless that is rewritten.
+        named: the same, opened by the converter: its config, and what the user or the record calls
+            it.
+    """
 
     out: Path
     out_config: JsonObject
     claims: JsonObject
-    """OUT's provenance record. Both are empty if they cannot be read."""
     source: Weights
-    """SOURCE's tensors, in the form in which it was converted."""
     config: JsonObject
-    """SOURCE's config in that form."""
     result_dtypes: dict[str, torch.dtype]
-    """The types that OUT must have for tensors that a rewritten SOURCE holds in a wider one."""
     family: Family
     original: Weights
-    """The tensors of SOURCE as the user named it: `source`, unless that is rewritten."""
     named: Checkpoint
-    """The same, opened by the converter: its config, and what the user or the record calls it."""
 
     @property
     def decoder_config(self) -> JsonObject:

@@ -20,11 +20,10 @@ from gqa_convert.families import loading
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.verify.files import check_tokenizer
-from gqa_convert.verify.geometry import MERGED, Module, read_modules
 from gqa_convert.verify.inputs import Inputs, Progress, Tensors
 from gqa_convert.verify.probe import STEPS, Probe
 from gqa_convert.verify.report import Check, Failure, VerificationReport
-from gqa_convert.verify.result import Result
+from gqa_convert.verify.result import MERGED, Module, Result, read_modules
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""
@@ -109,12 +108,10 @@ class ModelChecks:
         model = _load_model(self.inputs.out, self.dtype, modeling)
         self.probe = Probe(model, cross=bool(self.result.kinds["cross"]))
         self.ours = self.probe.run(model)
-        attention = [f".{module}." for module in self.inputs.family.attention]
-        self.parameters = {
-            name: parameter.data
-            for name, parameter in model.named_parameters()
-            if any(module in f".{name}" for module in attention)
-        }
+        self.parameters = {}
+        for name, parameter in model.named_parameters():
+            if any(f".{module}." in f".{name}" for module in self.inputs.family.attention):
+                self.parameters[name] = parameter.data
         own = " of its own modelling file" if modeling else ""
         dtype = str(model.dtype).removeprefix("torch.")
         return f"{type(model).__name__}{own} in {dtype}, transformers {transformers.__version__}"
@@ -140,7 +137,8 @@ class ModelChecks:
         """OUT's predictions are nearer to SOURCE's than those of mean pooling."""
         with replaced(self.source, self.pooled):
             pooled = self.probe.logits(self.source)
-        found, mean = divergence(self.expected, self.ours.logits), divergence(self.expected, pooled)
+        found = divergence(self.expected, self.ours.logits)
+        mean = divergence(self.expected, pooled)
         detail = f"KL from SOURCE {found:.4g} nats per token, {mean:.4g} for mean pooling"
         if not (found < mean or found <= NEGLIGIBLE):
             raise Failure(detail)
@@ -223,7 +221,8 @@ class ModelChecks:
             counts["cross"] = [each.after for each in result.modules if each.kind == "cross"]
         found = []
         for kind, by_layer in counts.items():
-            ours, theirs = self.ours.caches.get(kind, []), self.theirs.caches.get(kind, [])
+            ours = self.ours.caches.get(kind, [])
+            theirs = self.theirs.caches.get(kind, [])
             if len(set(by_layer)) == 1:
                 by_layer = by_layer[:1] * len(theirs)  # some layers may keep no keys
             wanted = theirs

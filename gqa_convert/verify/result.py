@@ -1,12 +1,26 @@
-"""What OUT turned out to be: its tensors, its heads, and the method by whose rules it is judged."""
+"""What OUT turned out to be: its tensors, its heads, and the method by whose rules it is judged.
+
+The converter reads where heads lie from configs; here the shapes of both checkpoints show it, and
+the agreement of the two is part of the proof. A head of values is as wide as the output
+projection's input divided by the query heads, which no conversion changes. The same functions read
+the parameters of loaded models.
+"""
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
+import torch
+from torch import Tensor
+
+from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
+from gqa_convert.families.family import Family
 from gqa_convert.families.layerwise import heads_text, is_run
-from gqa_convert.verify.geometry import Module, Role, read_modules
-from gqa_convert.verify.inputs import Inputs, Weights
+from gqa_convert.verify.inputs import Inputs, Tensors, Weights
+from gqa_convert.verify.report import Failure
 
 PLAIN = ("mean", "first")
 """Methods whose K/V heads follow from SOURCE's K/V heads alone and are proven bit for bit."""
@@ -16,6 +30,65 @@ maps.
 """
 FITTED = "fit"
 """The method that depends on a text."""
+
+Kind = Literal["decoder", "cross", "encoder"]
+Role = str
+"""What rows hold: query, gate, key, value, key_norm, output; and output_bias, a single head."""
+MERGED = ("key", "value", "key_norm")
+"""The roles whose heads a conversion merges."""
+Heads = dict[Role, Tensor]
+"""By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
+
+
+@dataclass(frozen=True)
+class HeadTensor:
+    """A tensor of one checkpoint that holds heads, or the norms of all K/V heads where each has a
+    tensor of its own.
+
+    Attributes:
+        names: one, or one for each K/V head.
+        axis: along which the heads lie.
+        rows: the numbers of the rows of heads.
+    """
+
+    names: list[str]
+    axis: int
+    rows: Heads
+
+    def read(self, tensors: Tensors) -> Heads:
+        """The heads in the tensors of the checkpoint."""
+        whole = torch.cat([tensors[name] for name in self.names]).movedim(self.axis, 0)
+        return {role: whole[rows] for role, rows in self.rows.items()}
+
+    def replace(self, tensors: Tensors, heads: Heads) -> Tensors:
+        """Copies of the tensors with other heads of some roles."""
+        whole = torch.cat([tensors[name] for name in self.names])
+        for role, each in heads.items():
+            whole.movedim(self.axis, 0)[self.rows[role]] = each.to(whole.dtype)
+        return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
+
+
+Pair = tuple[HeadTensor, HeadTensor]
+"""A tensor in SOURCE and in OUT."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """An attention module.
+
+    Attributes:
+        heads: query heads.
+        before: K/V heads in SOURCE.
+        after: K/V heads in OUT.
+        tensors: those that hold heads.
+    """
+
+    name: str
+    kind: Kind
+    heads: int
+    before: int
+    after: int
+    tensors: list[Pair]
 
 
 class Result:
@@ -76,18 +149,20 @@ class Result:
         family, config = self.inputs.family, self.inputs.decoder_config
         merged = [module.name for module in self.merged] if self.folds else []
         run = [name for name in merged if is_run(family, config, name)]
+        names = run or merged  # as in the converter, where the names of layers tell nothing
         found: dict[str, set[Role]] = {name: set() for name in merged}
-        clips = (config_value(config, key) for key in ("clip_qkv", "attn_config.clip_qkv"))
-        is_clipped = any(clips)
+        if self.method == FITTED:
+            every = {"query", "key", "value", "output", "output_bias"}
+            return found | dict.fromkeys(names, every)
+        is_clipped = config_value(config, "clip_qkv") or config_value(
+            config, "attn_config.clip_qkv"
+        )
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
-        for name in run or merged:  # as in the converter, where the names of layers tell nothing
-            if self.method == FITTED:
-                found[name] |= {"query", "key", "value", "output", "output_bias"}
-                continue
+        for name in names:
             gains = f"{name}.{family.key_norm_name}."
-            stated = [tensor for tensor in self.inputs.source.tensors if tensor.startswith(gains)]
-            has_gains = family.key_norm != "none" and bool(stated)
-            if not (is_clipped or is_normed or has_gains or family.key_constraint):
+            has_gains = any(tensor.startswith(gains) for tensor in self.inputs.source.tensors)
+            is_scaled = has_gains and family.key_norm != "none"
+            if not (is_clipped or is_normed or is_scaled or family.key_constraint):
                 found[name] |= {"query", "key"}
             if not (is_clipped or family.value_constraint):
                 found[name] |= {"value", "output"}
@@ -108,3 +183,127 @@ def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
 def _layer_number(module: Module) -> int:
     """The first number in a module's name."""
     return int(next(filter(str.isdigit, module.name.split("."))))
+
+
+def read_modules(inputs: Inputs, source: Tensors, out: Tensors) -> list[Module]:
+    """The attention modules of a checkpoint whose heads the conversion may have merged.
+
+    Args:
+        inputs: the checkpoints.
+        source: SOURCE's tensors, or its model's parameters.
+        out: the same of OUT.
+
+    Raises:
+        ConfigError: SOURCE has no attention.
+        Failure: OUT's numbers of K/V heads cannot be determined, or do not fit SOURCE's.
+    """
+    family = inputs.family
+    projection = f".{family.fused or family.value}.weight"
+    modules = []
+    for tensor in source:
+        name = tensor.removesuffix(projection)
+        if name == tensor or not _is_called(name, family.attention) or not family.owns(name):
+            continue
+        kind: Kind = "cross" if _is_called(name, family.cross_attention) else "decoder"
+        if family.encoder in name.split("."):
+            kind = "encoder"
+        # an encoder that was not converted keeps its tensors
+        if kind != "encoder" or inputs.claims.get("encoder") is True:
+            modules.append(_read_module(name, kind, inputs, source, out))
+    if not any(module.kind == "decoder" for module in modules):
+        raise ConfigError(
+            f"SOURCE is not a {family.model_type} checkpoint: it has no attention modules, check "
+            "its config"
+        )
+    return modules
+
+
+def _is_called(module: str, names: tuple[str, ...]) -> bool:
+    """Whether a module's path ends in one of these names, which may have dots."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Tensors) -> Module:
+    """A module with its numbers of heads, which follow from the rows of the values or of a fused
+    projection.
+    """
+    family, config = inputs.family, inputs.decoder_config
+    key = family.heads_key
+    if kind == "encoder":
+        key = family.encoder_heads_key or key
+    heads = config_value(config, key) or config["num_attention_heads"]
+    axis = int(family.transposed)
+    width = source[f"{name}.{family.output}.weight"].shape[1 - axis] // heads
+    projection = f"{name}.{family.fused or family.value}.weight"
+    query_rows = heads * width if family.fused and kind != "cross" else 0
+    rows_of_a_head = 2 * width if family.fused else width
+    counts = []
+    for whose, tensors in (("SOURCE", source), ("OUT", out)):
+        rows = tensors[projection].shape[axis] if projection in tensors else 0
+        count, rest = divmod(rows - query_rows, rows_of_a_head)
+        if rest or count < 1 or heads % count:
+            raise Failure(
+                f"{projection} of {whose} does not suit {heads} query heads of {width} rows: "
+                "no number of K/V heads has that shape"
+            )
+        counts.append(count)
+    before, after = counts
+    if before % after and after % before:
+        raise Failure(f"{projection}: {before} K/V heads cannot be grouped or repeated to {after}")
+    module = Module(name, kind, heads, before, after, [])
+    module.tensors.extend(_head_tensors(module, family, source))
+    return module
+
+
+def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[Pair]:
+    """The tensors of a module that hold heads, in SOURCE and in OUT, where what is merged lies in
+    one block.
+    """
+    # what each tensor holds, and in how many blocks
+    parts: dict[str, tuple[Role, ...]] = {
+        family.key: ("key",),
+        family.value: ("value",),
+        family.query: ("query", "gate")[: family.query_outputs],
+        family.output: ("output",),
+    }
+    blocks = {family.query: module.heads}  # a head's gate follows its queries
+    if family.fused:
+        own = () if module.kind == "cross" else ("query",)
+        parts[family.fused] = (*own, "key", "value")
+        if family.fused_layout == "grouped" and own:
+            blocks[family.fused] = module.before
+    if family.key_norm not in ("none", "shared"):
+        parts[family.key_norm_name] = ("key_norm",)
+
+    for ending in ("weight", "bias"):
+        for part, roles in parts.items():
+            names = names_after = [f"{module.name}.{part}.{ending}"]
+            if roles == ("key_norm",) and family.key_norm == "per_head_list":
+                names = [f"{module.name}.{part}.{head}.{ending}" for head in range(module.before)]
+                names_after = names[: module.after]
+            if names[0] not in source:
+                continue
+            shape = source[names[0]].shape
+            is_turned = family.transposed != (part == family.output)
+            axis = 1 if is_turned and len(shape) == 2 else 0
+            counts = {role: module.before if role in MERGED else module.heads for role in roles}
+            if part == family.output and ending == "bias":
+                counts = {"output_bias": 1}
+            width = len(names) * shape[axis] // sum(counts.values())
+            rows = rows_after = _rows(counts, width, blocks.get(part, 1))
+            counts_after = counts | {role: module.after for role in roles if role in MERGED}
+            if counts != counts_after:
+                rows_after = _rows(counts_after, width, 1)
+            yield HeadTensor(names, axis, rows), HeadTensor(names_after, axis, rows_after)
+
+
+def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:
+    """The rows of heads of a width that lie in equal blocks, each of which holds a share of every
+    role's heads, role after role.
+
+    The rows are derived as the models derive them: by reshaping a row of numbers.
+    """
+    shares = [count // blocks for count in counts.values()]
+    numbers = torch.arange(blocks * sum(shares) * width)
+    parts = numbers.reshape(blocks, sum(shares), width).split(shares, 1)
+    return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}

@@ -13,14 +13,18 @@ from gqa_convert.verify.result import Result, read_result
 from gqa_convert.verify.tensors import TensorChecks, check_spans
 
 
+def _show_nothing(*_: object) -> None:
+    """By default."""
+
+
 def verify_checkpoint(
     out: str | Path,
     source: str | Path | None = None,
     *,
     revision: str | None = None,
     logits: bool = True,
-    on_note: Callable[[str], None] = lambda _: None,
-    progress: Progress = lambda *_: None,
+    on_note: Callable[[str], None] = _show_nothing,
+    progress: Progress = _show_nothing,
 ) -> VerificationReport:
     """Check that `out` is the correct conversion of `source`.
 

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.geometry import MERGED, Heads, HeadTensor, Module
 from gqa_convert.verify.inputs import Progress, Tensors
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import FACTORED, FITTED, PLAIN, Result
+from gqa_convert.verify.result import (
+    FACTORED,
+    FITTED,
+    MERGED,
+    PLAIN,
+    Heads,
+    HeadTensor,
+    Module,
+    Result,
+)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
@@ -131,8 +139,9 @@ class TensorChecks:
             share = 1e-7 if self._result.has_text else 1e-12
             rounding = _half_units(mean, ours.dtype) + share * mean.abs()
             return bool(((ours.double() - mean).abs() <= rounding).all())
-        # 16-bit heads are added in float32, wider ones in float64, head by head
-        total = groups[:, 0].to(torch.float32 if ours.itemsize == 2 else torch.float64, copy=True)
+        # added head by head
+        wide = torch.float32 if ours.itemsize == 2 else torch.float64
+        total = groups[:, 0].to(wide, copy=True)
         for head in groups.unbind(1)[1:]:
             total += head
         return _same_bits(ours, (total / size).to(ours.dtype))
@@ -172,7 +181,8 @@ def _check_module(result: Result, module: Module) -> float:
         by_head = theirs[role].unflatten(0, (len(order), -1))[order]
         made_from = by_head.reshape(len(heads), -1, heads.shape[2])
         rounding = 2 * _half_units(heads, dtype).norm(dim=(1, 2))
-        sizes, source_sizes = heads.norm(dim=(1, 2)), made_from.norm(dim=(1, 2))
+        sizes = heads.norm(dim=(1, 2))
+        source_sizes = made_from.norm(dim=(1, 2))
         wrong = (sizes == 0) & (source_sizes > 0)
         if role in MERGED:
             wanted = source_sizes * (module.after / module.before) ** 0.5

@@ -14,7 +14,7 @@ from gqa_convert.data import model_tokenizer
 from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import LAST, ChatEncoder, PairEncoder, TextEncoder, ids_of
 from gqa_convert.data.model_tokenizer import beginning_of_text
-from gqa_convert.measuring.evaluation.examples import encode, text_material
+from gqa_convert.measuring.evaluation.examples import Document, encode, text_material
 from tests.helpers.calibrations import calibration_batches
 from tests.helpers.data_helpers import DEMO, demo_tokenizer, span_tokenizer
 
@@ -111,7 +111,7 @@ def test_windows_of_evaluation_begin_as_every_text_does() -> None:
     assert beginning_of_text(tokenizer) == [bos]
     words = list(range(1, 12))
     text = " ".join(f"w{number}" for number in words)
-    material = text_material([Piece(text)], tokenizer, window=4)
+    material = text_material([Document(*encode(tokenizer, text))], tokenizer, window=4)
     windows = sorted(material.examples, key=lambda each: int(each.targets[0]))
     assert [each.read.tolist()[0] for each in windows] == [bos] * len(windows)
     assert all(len(each.read) <= 4 for each in windows)
@@ -123,7 +123,7 @@ def test_windows_of_evaluation_begin_as_every_text_does() -> None:
     plain = span_tokenizer()
     assert beginning_of_text(plain) == []
     (first, *_) = sorted(
-        text_material([Piece(text)], plain, window=4).examples,
+        text_material([Document(*encode(plain, text))], plain, window=4).examples,
         key=lambda each: int(each.targets[0]),
     )
     assert first.read.tolist() == [4, 5, 6, 7]

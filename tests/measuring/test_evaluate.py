@@ -10,13 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from gqa_convert.data.documents import Piece
-from gqa_convert.data.sources import Source
+from gqa_convert.data import files
+from gqa_convert.data.documents import Fields
+from gqa_convert.data.sources import Source, open_source
 from gqa_convert.errors import DataError, OptionError
-from gqa_convert.measuring.evaluation import forward
-from gqa_convert.measuring.evaluation.examples import span_material, text_material
-from gqa_convert.measuring.evaluation.forward import Scored, score
+from gqa_convert.measuring import no_progress
+from gqa_convert.measuring.evaluation import scoring
+from gqa_convert.measuring.evaluation.examples import (
+    Document,
+    encode,
+    read_documents,
+    span_material,
+    text_material,
+)
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
+from gqa_convert.measuring.evaluation.scoring import Scored, score
 from tests.helpers.data_helpers import demo_tokenizer, restored
 from tests.helpers.evaluate_models import POSITIONS, bart, causal, constant, t5, write_rows
 from tests.helpers.largest import LargestWith
@@ -51,6 +59,10 @@ def run(
     return evaluate(
         models, Source(str(home / data), source_field=source, target_field=target), options
     ).as_json()
+
+
+def document(tokenizer: Any, text: str) -> Document:
+    return Document(*encode(tokenizer, text))
 
 
 def tokens_of(text: str) -> list[int]:
@@ -119,7 +131,7 @@ def test_divergence_and_differences_from_a_reference(
     """Written out in float64 over the logits of each document, of different lengths in padded batches, which are made a few
     rows at a time.
     """
-    monkeypatch.setattr(forward, "_ROWS", 5)
+    monkeypatch.setattr(scoring, "_ROWS", 5)
     report = run(home, "two", "one", data="rows.jsonl", reference="one", batch=2)
     result, same = report["results"]
     models = [model_of(home / name).double() for name in ("one", "two")]
@@ -183,7 +195,7 @@ def test_span_corruption_has_transformers_own_loss(tmp_path: Path) -> None:
     report = run(tmp_path, "t5", data="text.txt", window=40, batch=3)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t5")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5").eval()
-    made = span_material([Piece(" ".join(words))], tokenizer, start=0, length=40)
+    made = span_material([document(tokenizer, " ".join(words))], tokenizer, start=0, length=40)
     total = 0.0
     places: dict[int, list[str]] = {}
     for number, (inputs, labels) in enumerate(made.batches(1)):
@@ -235,9 +247,10 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
 
 def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(make_config("gemma2", final_logit_softcapping=2.0, vocab_size=2048))
-    monkeypatch.setattr(forward, "_ROWS", 5)
+    monkeypatch.setattr(scoring, "_ROWS", 5)
     with LargestWith(2048, model.config.hidden_size) as largest:
-        score(Scored(model, text_material([Piece(TEXT * 4)], demo_tokenizer(), window=32)), 2)
+        text = [document(demo_tokenizer(), TEXT * 4)]
+        score(Scored(model, text_material(text, demo_tokenizer(), window=32)), 2)
     assert largest.rows == 5
 
 
@@ -245,10 +258,9 @@ def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> None:
     tokenizer = demo_tokenizer()
     tokenizer.bos_token = None
-    pieces = [Piece(TEXT), Piece("x"), Piece("def", last=False), Piece(TEXT)]
-    made = text_material(pieces, tokenizer, window=window)
-    documents = [tokenizer(text)["input_ids"] for text in (TEXT, "x")]
-    documents.append(tokenizer("def")["input_ids"] + tokenizer(TEXT)["input_ids"])
+    texts = (TEXT, "x", f"def {TEXT}")
+    made = text_material([document(tokenizer, text) for text in texts], tokenizer, window=window)
+    documents = [tokenizer(text)["input_ids"] for text in texts]
     targets = [
         token
         for example in sorted(made.examples, key=lambda each: each.blocks[0])
@@ -261,3 +273,23 @@ def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> 
         assert example.read[1:].tolist() == example.targets[:-1].tolist()
     lengths = [len(example.read) for example in made.examples]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_pieces_of_a_long_text_are_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a limit of tokens, which may end within a word."""
+    monkeypatch.setattr(files, "PIECE", 60)
+    tokenizer = demo_tokenizer()
+    source = Source(str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    pieces = [piece.text for piece in open_source(source).pieces(Fields())]
+    assert len(pieces) == 3
+    (whole,) = read_documents(source, tokenizer, None, no_progress)
+    expected = [token for piece in pieces for token in tokenizer(piece)["input_ids"]]
+    assert whole.ids.tolist() == expected
+    assert whole.sizes.sum() == len(TEXT.encode())
+    for limit in range(1, len(expected) + 1):
+        (part,) = read_documents(source, tokenizer, limit, no_progress)
+        assert part.ids.tolist() == expected[:limit]
+        assert part.sizes.tolist() == whole.sizes.tolist()[:limit]

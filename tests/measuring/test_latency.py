@@ -15,9 +15,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
 from gqa_convert.families.loading import load_model
-from gqa_convert.measuring.latency.decoding import Decoder
-from gqa_convert.measuring.latency.models import make_models, plan_versions
-from gqa_convert.measuring.latency.run import benchmark_model
+from gqa_convert.measuring.latency import Decoder, benchmark_model, make_models, plan_versions
 from gqa_convert.measuring.results import BenchmarkFile
 from tests.helpers.checkpoints import HEADS, WIDTH, write_llama
 from tests.helpers.command_line import assert_mistake, run

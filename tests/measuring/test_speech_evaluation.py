@@ -17,8 +17,8 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.data.sources import Source
 from gqa_convert.data.speech import SpeechModel, cut_windows, list_audio_files
 from gqa_convert.families.loading import load_model
-from gqa_convert.measuring.evaluation.comparison import word_errors
 from gqa_convert.measuring.evaluation.run import EvaluationOptions, evaluate
+from gqa_convert.measuring.evaluation.scoring import word_errors
 from gqa_convert.measuring.tables import evaluation_tables
 from tests.helpers.speech import WINDOW_SECONDS, hearing_model, sound_folder, write_sound
 
@@ -33,7 +33,7 @@ def test_words_are_counted_as_papers_count_them() -> None:
     normal = EnglishTextNormalizer({"colour": "color"})
     said = ["Don't stop, Anna.", "anna ran", "twenty-five colours", "Mr. Hmm, it's colour", "Hmm!"]
     heard = ["do not  STOP anna", "anna sat still", "25 colours", "mister it is color", "two words"]
-    errors, words = word_errors(said, heard, normal)
+    errors, words = word_errors(list(zip(said, heard, strict=True)), normal)
     assert errors.tolist() == [0, 2, 0, 0, 2]
     assert words.tolist() == [4, 2, 2, 4, 0]
 

@@ -1,4 +1,6 @@
-"""The models of an evaluation: checked before any weights are loaded, then loaded one after the other."""
+"""The models of an evaluation: checked before any weights are loaded, then loaded one after the
+other.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,14 +18,18 @@ from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.paths import expanded
 
 CAUSAL, SPANS, PAIRS, SPEECH = "causal", "spans", "pairs", "speech"
-_HEAD = "evaluate scores the predictions of one; name the language model that the checkpoint was made from"
+_HEAD = (
+    "evaluate scores the predictions of one; name the language model that the checkpoint was made "
+    "from"
+)
 
 
 class Candidate(NamedTuple):
     """A model to evaluate.
 
     Attributes:
-        name: that the user gave; the whole path of a folder that was given without its name, such as `.`.
+        name: that the user gave; the whole path of a folder that was given without its name, such
+            as `.`.
         folder: where it is.
         config: content of its config.json.
         tokenizer: of the model.
@@ -55,9 +61,9 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         folder = checkpoint.local_folder
         config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)
-        shown = (
-            str(folder.resolve()) if Path(name).name in ("", "..") else expanded(name)
-        )  # for `.` too
+        shown = expanded(name)
+        if Path(name).name in ("", ".."):  # `.` too
+            shown = str(folder.resolve())
         tokenizer = usable_tokenizer(folder)
         stated: JsonObject = {
             "model": shown,
@@ -88,14 +94,15 @@ def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
         other = _objective(model, pairs)
         if other != objective:
             raise OptionError(
-                f"{model.name} can't be compared with {first.name}: one is scored on {other} and one on {objective}; "
-                "evaluate decoders, encoder-decoders and models that hear apart"
+                f"{model.name} can't be compared with {first.name}: one is scored on {other} and "
+                f"one on {objective}; evaluate decoders, encoder-decoders and models that hear "
+                "apart"
             )
         for token, number in model.tokenizer.get_vocab().items():
             if vocabulary.get(number, token) != token:
                 raise OptionError(
-                    f"{model.name} can't be compared with {first.name}: their tokenizers differ; evaluate each by itself, and "
-                    "compare bits per byte"
+                    f"{model.name} can't be compared with {first.name}: their tokenizers differ; "
+                    "evaluate each by itself, and compare bits per byte"
                 )
     return objective
 
@@ -105,7 +112,8 @@ def _objective(model: Candidate, pairs: bool) -> str:
     if hears or not loading.is_encoder_decoder(model.config):
         if pairs:
             raise OptionError(
-                f"{model.name} is no encoder-decoder of text, which --source-field and --target-field are for: leave them out"
+                f"{model.name} is no encoder-decoder of text, which --source-field and "
+                "--target-field are for: leave them out"
             )
         return SPEECH if hears else CAUSAL
     if pairs:
@@ -113,7 +121,8 @@ def _objective(model: Candidate, pairs: bool) -> str:
         return PAIRS
     if not has_sentinels(model.tokenizer):
         raise OptionError(
-            f"{model.name} has no sentinel tokens for span corruption: give pairs, with --source-field and --target-field"
+            f"{model.name} has no sentinel tokens for span corruption: give pairs, with "
+            "--source-field and --target-field"
         )
     return SPANS
 

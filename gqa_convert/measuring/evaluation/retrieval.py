@@ -5,8 +5,8 @@
     answers = ask(model, tokenizer, lengths=[512, 2048], questions=24)
     share_found(answers).value
 
-The questions about one text are answered with one K/V cache of what they share where the model's cache can be copied.
-Those of one text are alike, so standard errors are computed over texts.
+The questions about one text are answered with one K/V cache of what they share where the model's
+cache can be copied. Those of one text are alike, so standard errors are computed over texts.
 """
 
 import copy
@@ -24,7 +24,6 @@ from gqa_convert.families.generating import generating_with
 from gqa_convert.families.loading import cache_name
 from gqa_convert.measuring import StageProgress, no_progress
 from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
-from gqa_convert.measuring.evaluation.comparison import Mean, mean
 from gqa_convert.measuring.evaluation.retrieval_texts import (
     KINDS,
     PER_TEXT,
@@ -32,6 +31,7 @@ from gqa_convert.measuring.evaluation.retrieval_texts import (
     RetrievalText,
     make_text,
 )
+from gqa_convert.measuring.evaluation.scoring import Mean, mean
 from gqa_convert.measuring.results import AskedQuestions, Found
 from gqa_convert.runtime.json_objects import JsonObject
 
@@ -56,7 +56,8 @@ def with_lengths(
     """
     if objective != CAUSAL:
         raise OptionError(
-            f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it out"
+            f"--retrieval asks causal models, and {models[0].name} is an encoder-decoder: leave it "
+            "out"
         )
     stated = max(asked.lengths, default=None)
     longest = common_length(models, f"--lengths names {stated}", stated, LENGTHS[-1])
@@ -74,7 +75,8 @@ def ask(
     batch: int = 8,
     progress: StageProgress = no_progress,
 ) -> list[Question]:
-    """Ask a model questions about long texts. Models are asked the same questions in the same order.
+    """Ask a model questions about long texts. Models are asked the same questions in the same
+    order.
 
     Args:
         model: a transformers model with `generate`, in evaluation mode, on any device.
@@ -88,19 +90,18 @@ def ask(
     Raises:
         OptionError: a length is too short for the questions.
     """
-    texts = list(product(lengths, range(-(-questions // PER_TEXT))))
-    answers = []
     end = model.generation_config.eos_token_id or tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
     if padding is None:
         padding = end[0] if isinstance(end, list) else end or 0
     greedy = generating_with(model, eos_token_id=end, pad_token_id=padding, do_sample=False)
+    texts = list(product(lengths, range(-(-questions // PER_TEXT))))
+    answers = []
     with greedy, torch.inference_mode():
         for done, (length, number) in enumerate(texts, 1):
             text = make_text(tokenizer, length, number, seed)
-            written = tokenizer.batch_decode(
-                continuations(model, text, batch), skip_special_tokens=True
-            )
+            ids = continuations(model, text, batch)
+            written = tokenizer.batch_decode(ids, skip_special_tokens=True)
             for question, each in zip(text.questions, written, strict=True):
                 answers.append(replace(question, written=each))
             progress(done, len(texts))
@@ -108,7 +109,8 @@ def ask(
 
 
 def continuations(model: Any, text: RetrievalText, batch: int) -> list[Tensor]:
-    """The tokens that a model writes behind each prompt of a text, of which it reads the shared beginning once.
+    """The tokens that a model writes behind each prompt of a text, of which it reads the shared
+    beginning once.
 
     Args:
         model: without settings for generation.
@@ -155,19 +157,19 @@ def share_found(answers: Sequence[Question]) -> Mean:
 
 
 def shares(answers: Sequence[Question], first: Sequence[Question] | None) -> list[Found]:
-    """The shares found of all, of each kind and at each length, and the differences from another model's answers."""
+    """The shares found of all, of each kind and at each length, and the differences from another
+    model's answers.
+    """
     lengths = (None, *dict.fromkeys(answer.length for answer in answers))
     found = []
-    for kind in (None, *KINDS):
-        for length in lengths:
-            ours = _chosen(answers, kind, length)
-            share = share_found(ours)
-            figures = _with_error("found", share)
-            if first is not None:
-                figures |= _with_error(
-                    "difference", share.minus(share_found(_chosen(first, kind, length)))
-                )
-            found.append(Found(kind=kind, length=length, questions=len(ours), **figures))
+    for kind, length in product((None, *KINDS), lengths):
+        ours = _chosen(answers, kind, length)
+        share = share_found(ours)
+        figures = _with_error("found", share)
+        if first is not None:
+            theirs = share_found(_chosen(first, kind, length))
+            figures |= _with_error("difference", share.minus(theirs))
+        found.append(Found(kind=kind, length=length, questions=len(ours), **figures))
     return found
 
 
@@ -176,8 +178,9 @@ def _chosen(answers: Sequence[Question], kind: str | None, length: int | None) -
 
 
 def _with_error(name: str, share: Mean) -> JsonObject:
-    """A share and its standard error. Where all texts agree, they tell no spread: the error is then that end of Wilson's
-    score interval, at one standard error and with texts as trials, which is not the share itself.
+    """A share and its standard error. Where all texts agree, they tell no spread: the error is then
+    that end of Wilson's score interval, at one standard error and with texts as trials, which is
+    not the share itself.
     """
     texts = len(share.deviations)
     return {name: share.value, f"{name}_standard_error": share.error or 1 / (texts + 1)}

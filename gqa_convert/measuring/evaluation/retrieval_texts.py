@@ -1,8 +1,9 @@
 """Long texts that state made-up facts, and questions about them, in the tokens of any tokenizer.
 
-A text is prose of the Python standard library's manual with two single sentences, a few key-value records, a small table
-and two spans of random words or numbers in it. Behind it stands the beginning of what was stated, whose end the text contains once.
-The wordings are used nowhere else in this package, so that nothing is calibrated or trained on them.
+A text is prose of the Python standard library's manual with two single sentences, a few key-value
+records, a small table and two spans of random words or numbers in it. Behind it stands the
+beginning of what was stated, whose end the text contains once. The wordings are used nowhere else
+in this package, so that nothing is calibrated or trained on them.
 
 All prompts of a text have one length and share all but their last tokens.
 """
@@ -68,9 +69,11 @@ class Question:
 
     @property
     def is_right(self) -> bool:
-        """Whether the first words written are the expected ones, and nothing continues the last of them."""
-        written, expected = (" ".join(text.split()) for text in (self.written, self.answer))
-        rest = written.removeprefix(expected)
+        """Whether the first words written are the expected ones, and nothing continues the last of
+        them.
+        """
+        written = " ".join(self.written.split())
+        rest = written.removeprefix(" ".join(self.answer.split()))
         return rest != written and not rest[:1].isalnum()
 
 
@@ -89,8 +92,8 @@ class RetrievalText(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """A piece of a text that states facts, and the unfinished questions about them: the end of the prompt, and the answer;
-    at last also the share of the prose that stands before it.
+    """A piece of a text that states facts, and the unfinished questions about them: the end of the
+    prompt, and the answer; at last also the share of the prose that stands before it.
     """
 
     kind: str
@@ -102,32 +105,31 @@ class _Facts(NamedTuple):
 
 @cache
 def filler() -> list[str]:
-    """Sentences of the Python manual, in its order, without digits and without the words that facts are made of."""
+    """Sentences of the Python manual, in its order, without digits and without the words that facts
+    are made of.
+    """
     from pydoc_data.topics import topics
 
-    drawn = re.compile(
-        r"\d|\b(" + "|".join(_WORDS["word"] + _WORDS["name"]) + r")\b", re.IGNORECASE
-    )
+    words = "|".join(_WORDS["word"] + _WORDS["name"])
+    drawn = re.compile(rf"\d|\b({words})\b", re.IGNORECASE)
     found: list[str] = []
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             lines = paragraph.split("\n")
-            if any(line[:1] in (" ", "*", "-", "=", ".") for line in lines) or paragraph.endswith(
-                ":"
-            ):
-                continue
-            found += _SENTENCE.split(" ".join(lines))
-    found = list(dict.fromkeys(found))  # topics share passages
-    return [
-        each
-        for each in found
-        if len(each) in _CHARACTERS and each[-1] in ".!?" and not drawn.search(each)
-    ]
+            is_prose = not any(line.startswith((" ", "*", "-", "=", ".")) for line in lines)
+            if is_prose and not paragraph.endswith(":"):
+                found += _SENTENCE.split(" ".join(lines))
+    sentences = []
+    for each in dict.fromkeys(found):  # topics share passages
+        is_sentence = len(each) in _CHARACTERS and each[-1] in ".!?"
+        if is_sentence and not drawn.search(each):
+            sentences.append(each)
+    return sentences
 
 
 def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalText:
-    """A text and its questions. The facts depend on the length, the number and the seed alone, so that models with other
-    tokenizers answer the same questions.
+    """A text and its questions. The facts depend on the length, the number and the seed alone, so
+    that models with other tokenizers answer the same questions.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -138,27 +140,29 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
     Raises:
         OptionError: the facts and a question take more tokens.
     """
+    # facts, and where they stand
     chance = random.Random(f"{seed} {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
-    facts = [
-        fact._replace(depth=(place + chance.random()) / len(facts))
-        for place, fact in enumerate(facts)
-    ]
+    for place, fact in enumerate(facts):
+        facts[place] = fact._replace(depth=(place + chance.random()) / len(facts))
     first = chance.randrange(len(filler()))
 
-    asked = [
-        Question(
-            fact.kind, length, number, fact.wording, fact.depth, _encode(tokenizer, ending), answer
-        )
-        for fact in facts
-        for ending, answer in fact.asked
-    ]
-    longest = max(len(each.prompt) for each in asked)
-    room = 1 + max(len(_encode(tokenizer, f" {each.answer}")) for each in asked)
-    shared = _fill(tokenizer, facts, first, length - room - longest)
+    # the questions, each with the end of its prompt
+    asked = []
+    room = 0
+    for fact in facts:
+        for ending, answer in fact.asked:
+            end = _encode(tokenizer, ending)
+            question = Question(fact.kind, length, number, fact.wording, fact.depth, end, answer)
+            asked.append(question)
+            room = max(room, 1 + len(_encode(tokenizer, f" {answer}")))
 
-    padding = _encode(tokenizer, " ".join(["", *_sentences(first + len(filler()) // 2, 3)]))
+    # what stands before it; more prose fills shorter ends, so that all prompts have one length
+    longest = max(len(each.prompt) for each in asked)
+    shared = _fill(tokenizer, facts, first, length - room - longest)
+    more = _sentences(first + len(filler()) // 2, 3)
+    padding = _encode(tokenizer, " ".join(["", *more]))
     questions = []
     for each in asked:
         prompt = shared + padding[: longest - len(each.prompt)] + each.prompt
@@ -168,10 +172,8 @@ def make_text(tokenizer: Any, length: int, number: int, seed: int) -> RetrievalT
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
-    drawable: dict[str, Sequence[Any]] = {**_WORDS, "number": range(10_000, 100_000)}
-    pools = {
-        name: iter(chance.sample(words, min(len(words), 100))) for name, words in drawable.items()
-    }
+    pools = {name: _drawn(chance, words) for name, words in _WORDS.items()}
+    pools["number"] = _drawn(chance, range(10_000, 100_000))
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):
@@ -180,16 +182,18 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
             lines = wording.head.splitlines()
             asked = []
             for _ in range(wording.lines):
-                drawn = {
-                    name: next(pools[name.rstrip("2345678")])
-                    for name in re.findall(r"{(\w+)}", wording.line)
-                }
+                names = re.findall(r"{(\w+)}", wording.line)
+                drawn = {name: next(pools[name.rstrip("2345678")]) for name in names}
                 lines.append(wording.line.format(**drawn))
                 asked.append(("\n\n" + wording.ask.format(**drawn), wording.answer.format(**drawn)))
             asked = chance.sample(asked, min(PER_TEXT, wording.lines))
             yield _Facts(kind, chosen, "\n".join(lines), asked)
             if len(asked) == PER_TEXT:
                 break
+
+
+def _drawn(chance: random.Random, words: Sequence[Any]) -> Iterator[Any]:
+    return iter(chance.sample(words, min(len(words), 100)))
 
 
 def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> list[int]:
@@ -199,7 +203,8 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
         tokenizer: a transformers tokenizer.
         facts: what to state, in order.
         first: the sentence behind the prose.
-        size: tokens to return, the one that begins a text included: the beginning of the first sentence is cut off.
+        size: tokens to return, the one that begins a text included: the beginning of the first
+            sentence is cut off.
 
     Raises:
         OptionError: the facts take more tokens.
@@ -208,9 +213,8 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
     sentences: list[str] = []
     size -= len(begin)
     while len(ids := _encode(tokenizer, _assemble(facts, sentences))) < size:
-        few = max(
-            1, (size - len(ids)) // _CHARACTERS.stop
-        )  # so that only the first sentence is cut
+        # so few that only the first sentence is cut
+        few = max(1, (size - len(ids)) // _CHARACTERS.stop)
         sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
         raise OptionError(
@@ -220,7 +224,9 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
 
 
 def _assemble(facts: Sequence[_Facts], sentences: Sequence[str]) -> str:
-    """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of their own."""
+    """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of
+    their own.
+    """
     parts = list(sentences)
     for fact in reversed(facts):
         text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"

@@ -2,14 +2,13 @@
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.documents import Piece
 from gqa_convert.data.model_tokenizer import check_vocabulary, decoder_start, starts_with_last
 from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import AudioFile, SpeechModel, list_audio_files
@@ -17,6 +16,7 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import no_bars
 from gqa_convert.measuring import Progress, memory_explained, no_progress
+from gqa_convert.measuring.evaluation import examples, scoring
 from gqa_convert.measuring.evaluation.candidates import (
     CAUSAL,
     SPANS,
@@ -27,20 +27,9 @@ from gqa_convert.measuring.evaluation.candidates import (
     find_models,
     load,
 )
-from gqa_convert.measuring.evaluation.comparison import Means, difference, measured, with_errors
-from gqa_convert.measuring.evaluation.examples import (
-    Material,
-    Normal,
-    pair_material,
-    read_documents,
-    span_material,
-    speech_material,
-    text_material,
-)
-from gqa_convert.measuring.evaluation.forward import Scored, score
 from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
-from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, ModelScores
+from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device, measurement
 from gqa_convert.runtime.paths import local_path
@@ -54,18 +43,19 @@ class EvaluationOptions:
     """How models are evaluated.
 
     Attributes:
-        reference: a model whose predicted distributions the others are compared with; it stays in memory beside each of
-            them. By default losses alone are compared, with the first model's.
+        reference: a model whose predicted distributions the others are compared with; it stays in
+            memory beside each of them. By default losses alone are compared, with the first
+            model's.
         revision: of models that are Hub ids.
-        window: tokens of a window or of an encoder's input; None for the models' positions up to 2048, and 512 for
-            span corruption.
+        window: tokens of a window or of an encoder's input; None for the models' positions up to
+            2048, and 512 for span corruption.
         tokens: maximum number of tokens of text; None for whole files, and for 1M tokens of a Hub
             dataset.
         batch: windows or examples at a time.
         dtype: see `candidates.load`.
         device: the first GPU by default; the CPU where there is none.
-        retrieval: questions about long texts, of causal models; with them the first model, without a reference, is one.
-            None for no questions.
+        retrieval: questions about long texts, of causal models; with them the first model, without
+            a reference, is one. None for no questions.
     """
 
     reference: str | None = None
@@ -111,28 +101,25 @@ def evaluate(
         names.insert(0, options.reference)
     device = chosen_device(options.device)
     with warnings.catch_warnings(), no_bars():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch's and transformers', for those who program with them
+        # torch's and transformers', for those who program with them
+        warnings.simplefilter("ignore")
+
+        # what all models can be scored on
         found = find_models(names, options.revision)
         objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
         most = SPAN_LENGTH if objective == SPANS else LONGEST
         window = common_length(found, f"--window is {options.window}", options.window, most)
         if options.retrieval:
             options = replace(options, retrieval=with_lengths(options.retrieval, found, objective))
-        sounds: list[AudioFile] = []
-        material = None
+
+        # the text
+        evaluation = _Evaluation(options, device, progress)
         described: JsonObject = {}
         if data is not None:
             described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
-            if objective == SPEECH:
-                sounds = list_audio_files(local_path(data.source), data.split)
-            else:
-                text = read_documents(
-                    data, found[0].tokenizer, options.tokens, partial(progress, "reading")
-                )
-                material = _text_material(text, found[0], objective, window)
-        evaluation = _Evaluation(options, sounds, material, device, progress)
+            evaluation.read(data, found[0], objective, window)
+
+        # the models, one after the other
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -148,45 +135,57 @@ def evaluate(
     )
 
 
-def _text_material(
-    text: Sequence[Piece], candidate: Candidate, objective: str, window: int
-) -> Material:
-    """The text in tokens, which are the same for all models."""
-    tokenizer = candidate.tokenizer
-    if objective == CAUSAL:
-        return text_material(text, tokenizer, window=window)
-    start = decoder_start(candidate.folder, candidate.config, tokenizer)
-    if objective == SPANS:
-        return span_material(text, tokenizer, start=start, length=window)
-    begin = None if starts_with_last(candidate.config) else start
-    return pair_material(text, tokenizer, start=begin, length=window)
-
-
-@dataclass
 class _Evaluation:
     """Measures models, one after the other, on a text and by questions.
 
-    Attributes:
+    Args:
         options: how text is scored, and what is asked.
-        sounds: to score, empty for none.
-        material: the text in tokens; None for sound, which every model encodes.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
-        first: the model that those after it are compared with: its means and its name.
-        normal: what gives spoken words one spelling, in the language that this model hears.
-        answers: of that model.
-        reference: that model, if distributions are compared.
     """
 
-    options: EvaluationOptions
-    sounds: Sequence[AudioFile]
-    material: Material | None
-    device: str
-    progress: Progress
-    first: tuple[Means, str] | None = None
-    normal: Normal | None = None
-    answers: list[Question] | None = None
-    reference: Scored | None = None
+    def __init__(self, options: EvaluationOptions, device: str, progress: Progress) -> None:
+        self._options = options
+        self._device = device
+        self._progress = progress
+        self._material: examples.Material | None = None
+        """The text in tokens; None for sound, which every model encodes."""
+        self._sounds: list[AudioFile] = []
+        # of the first model, with which those after it are compared
+        self._first: tuple[dict[str, scoring.Mean], str] | None = None
+        self._reference: scoring.Scored | None = None
+        self._spelling: Callable[[str], str] | None = None
+        self._answers: list[Question] | None = None
+
+    def read(self, data: Source, candidate: Candidate, objective: str, window: int) -> None:
+        """Read the text that is scored.
+
+        Args:
+            data: where it is.
+            candidate: any of the models; their tokens are the same.
+            objective: of all models.
+            window: the most tokens of a window, or of an encoder's input.
+
+        Raises:
+            DataError: the text can't be read, or is too short.
+        """
+        if objective == SPEECH:
+            self._sounds = list_audio_files(local_path(data.source), data.split)
+            return
+        tokenizer, config = candidate.tokenizer, candidate.config
+        reading = partial(self._progress, "reading")
+        documents = examples.read_documents(data, tokenizer, self._options.tokens, reading)
+        if objective == CAUSAL:
+            self._material = examples.text_material(documents, tokenizer, window=window)
+            return
+        start = decoder_start(candidate.folder, config, tokenizer)
+        if objective == SPANS:
+            self._material = examples.span_material(
+                documents, tokenizer, start=start, length=window
+            )
+        else:
+            begin = None if starts_with_last(config) else start
+            self._material = examples.pair_material(documents, start=begin, length=window)
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
         """A model's entry in the results.
@@ -194,48 +193,49 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        name = candidate.name
-        options = self.options
-        model = load(candidate, options.dtype, self.device)
-        found: dict[str, Any] = {}
-        material = self.material
-        if self.sounds:
-            show = partial(self.progress, f"transcribing with {name}")
+        options = self._options
+        model = load(candidate, options.dtype, self._device)
+        means: dict[str, scoring.Mean] = {}
+        found: JsonObject = {}
+        material = self._material
+        if self._sounds:
+            show = partial(self._progress, f"transcribing with {candidate.name}")
             speech = SpeechModel(model, candidate.folder)
-            material = speech_material(
-                speech, self.sounds, batch=options.batch, tokens=options.tokens, progress=show
+            material, spoken = examples.speech_material(
+                speech, self._sounds, batch=options.batch, tokens=options.tokens, progress=show
             )
-            self.normal = self.normal or material.normal
-            material = replace(
-                material, normal=self.normal
-            )  # which language is spoken is for one model to say
+            # which language is spoken is for one model to say
+            self._spelling = self._spelling or examples.spelling(speech, material)
+            means["word_error_rate"] = scoring.mean(*scoring.word_errors(spoken, self._spelling))
         if material is not None:
             check_vocabulary(candidate.config, material.largest, candidate.folder)
-            show = partial(self.progress, f"scoring {name}")
-            scored = Scored(model, material)
-            loss, *kl = score(scored, options.batch, self.reference, show)
-            means = measured(material, loss, *kl)
-            found = with_errors(means) | {
+            show = partial(self._progress, f"scoring {candidate.name}")
+            scored = scoring.Scored(model, material)
+            loss, *kl = scoring.score(scored, options.batch, self._reference, show)
+            means |= scoring.measured(material, loss, *kl)
+            found = scoring.with_errors(means) | {
                 "tokens": len(loss),
                 "bytes": None if material.sizes is None else int(material.sizes.sum()),
                 "scored_nan": int((~np.isfinite(loss)).sum()),
                 "note": material.note,
             }
-            if self.first is not None:
-                found["difference"] = difference(means, *self.first)
-            self.first = self.first or (means, name)
+            if self._first is not None:
+                found["difference"] = scoring.difference(means, *self._first)
+            self._first = self._first or (means, candidate.name)
             if options.reference:
-                self.reference = self.reference or scored
-        asked = options.retrieval
-        if asked is not None:
-            ids = candidate.tokenizer(" ".join(filler()), verbose=False)["input_ids"]
-            check_vocabulary(candidate.config, max(ids), candidate.folder)
-            show = partial(self.progress, f"asking {name}")
-            answers = ask(
-                model, candidate.tokenizer, **asked.as_json(), batch=options.batch, progress=show
-            )
-            found["retrieval"] = shares(answers, self.answers)
-            self.answers = self.answers or answers
-        return ModelScores(
-            **candidate.stated, dtype=str(model.dtype).removeprefix("torch."), **found
-        )
+                self._reference = self._reference or scored
+        if options.retrieval is not None:
+            found["retrieval"] = self._ask(candidate, model, options.retrieval)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return ModelScores(**candidate.stated, dtype=dtype, **found)
+
+    def _ask(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Found]:
+        tokenizer = candidate.tokenizer
+        ids = tokenizer(" ".join(filler()), verbose=False)["input_ids"]
+        check_vocabulary(candidate.config, max(ids), candidate.folder)
+        show = partial(self._progress, f"asking {candidate.name}")
+        batch = self._options.batch
+        answers = ask(model, tokenizer, **asked.as_json(), batch=batch, progress=show)
+        found = shares(answers, self._answers)
+        self._answers = self._answers or answers
+        return found

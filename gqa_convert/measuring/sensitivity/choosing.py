@@ -1,9 +1,10 @@
 """Chooses the number of K/V heads of each layer for a budget of K/V cache.
 
-The cost of a number in a layer is the KL divergence from the source with this layer alone merged: by a short fit where the
-conversion fits layers, since costs of the closed form choose worse lists (benchmarks/log.md), otherwise by the closed form.
-A decoder is measured on as much text of made-up records as on held-out text, since few layers of a model find again what
-stands far above, and prose hardly tells which (docs/results/README.md). The list with the least sum of costs is then compared
+The cost of a number in a layer is the KL divergence from the source with this layer alone merged:
+by a short fit where the conversion fits layers, since costs of the closed form choose worse lists
+(benchmarks/log.md), otherwise by the closed form. A decoder is measured on as much text of made-up
+records as on held-out text, since few layers of a model find again what stands far above, and prose
+hardly tells which (docs/results/README.md). The list with the least sum of costs is then compared
 with the largest number that fits all layers.
 """
 
@@ -11,6 +12,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -50,8 +52,8 @@ from gqa_convert.publishing.publication import check_destination, staged_folder
 from gqa_convert.runtime.paths import local_path
 
 FIT_MARGIN = 0.95
-"""What a list's divergence after short fits must be, as a share of the uniform number's, to be chosen: a short fit is not
-the whole fit.
+"""What a list's divergence after short fits must be, as a share of the uniform number's, to be
+chosen: a short fit is not the whole fit.
 """
 
 
@@ -69,13 +71,13 @@ def choose_num_kv_heads(
         source: a local folder or a Hub id.
         budget: of the K/V cache.
         options: of the conversion; without calibration text, the built-in text is measured on.
-        out: the folder of the conversion that follows, None if none does. Short fits lie beside it until the choice is made,
-            so that a killed command goes on from there.
+        out: the folder of the conversion that follows, None if none does. Short fits lie beside it
+            until the choice is made, so that a killed command goes on from there.
         progress: called with the name of a stage, the steps done and the number of steps.
 
     Raises:
-        GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's options too; nothing
-            is written.
+        GQAConvertError: one of its subclasses for every mistake of the user's, in the conversion's
+            options too; nothing is written.
     """
     check = partial(_plan, budget=budget, options=options)
     checkpoint = open_local(source, options.revision, check)
@@ -94,20 +96,22 @@ def choose_num_kv_heads(
         candidates = measure_candidates(
             inputs, [*inputs.held_out, *records], costs, limit, progress
         )
-    margin = FIT_MARGIN if fits else 1.0
+    margin, merged_by = (FIT_MARGIN, "short fits") if fits else (1.0, "closed form")
     chosen = candidates[0]  # the uniform number
     best = candidates[-1]  # the list, unless it is the same
     if best.kl is not None and (chosen.kl is None or best.kl < margin * chosen.kl):
         chosen = best
+    is_uniform = len(set(chosen.groups)) == 1
+    groups = chosen.groups[0] if is_uniform else list(chosen.groups)
     return BudgetChoice(
         stated=budget.stated,
         limit_kv_bytes_per_token=limit,
         source_kv_bytes_per_token=plan.kv_cache_bytes().before,
         kv_bytes_per_token=chosen.kv_bytes_per_token,
-        groups=chosen.groups[0] if len(set(chosen.groups)) == 1 else list(chosen.groups),
+        groups=groups,
         chosen=chosen.rule,
         margin=margin,
-        merged_by="short fits" if fits else "closed form",
+        merged_by=merged_by,
         candidates=candidates,
         layers=costs,
         text=f"{calibration.description}; and as much text of made-up records as is held out",
@@ -119,15 +123,15 @@ def choose_num_kv_heads(
 def _plan(
     checkpoint: Checkpoint, budget: KVBudget, options: ConversionOptions
 ) -> tuple[Plan, int, bool]:
-    """A plan of the source for reading its layers, the limit in bytes per token, and whether the conversion fits layers
-    by gradient steps; refuses what cannot be converted.
+    """A plan of the source for reading its layers, the limit in bytes per token, and whether the
+    conversion fits layers by gradient steps; refuses what cannot be converted.
     """
     plan = make_plan(checkpoint, 1, method=DEFAULT.name)
     form = find_form(plan.family, checkpoint.config)
     if isinstance(form, str):
         raise GroupsError(
-            "--kv-budget chooses a number of K/V heads for each layer, which this checkpoint can't have, "
-            f"since {form}: state one with --groups"
+            "--kv-budget chooses a number of K/V heads for each layer, which this checkpoint can't "
+            f"have, since {form}: state one with --groups"
         )
     differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
     conversion, _ = plan_conversion(checkpoint, differing, options)
@@ -142,7 +146,9 @@ def _plan(
 def _fits_store(
     stack: ExitStack, plan: Plan, out: str | Path | None, digest: str, text: CalibrationOptions
 ) -> LayerStore:
-    """Where short fits are kept as long as a stack is open: beside the result, or in a temporary folder if there is none."""
+    """Where short fits are kept as long as a stack is open: beside the result, or in a temporary
+    folder if there is none.
+    """
     source = fingerprint(plan.checkpoint)
     depends_on = {
         "version": __version__,
@@ -183,7 +189,7 @@ def measure_costs(
         held_out: batches to measure on.
         progress: called with the name of a stage, the steps done and the number of steps.
     """
-    layers = sorted(inputs.plan.layers, key=lambda layer: layer.number)
+    layers = sorted(inputs.plan.layers, key=attrgetter("number"))
     copies = [
         {layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]
     ]
@@ -203,8 +209,8 @@ def measure_candidates(
     limit: int,
     progress: Progress,
 ) -> list[HeadAllocation]:
-    """The largest number of K/V heads that fits all layers, and the list with the least sum of costs if it is another one,
-    measured with all layers merged.
+    """The largest number of K/V heads that fits all layers, and the list with the least sum of
+    costs if it is another one, measured with all layers merged.
 
     Args:
         inputs: the source and the text.

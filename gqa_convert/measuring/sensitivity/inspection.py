@@ -1,4 +1,6 @@
-"""Shows what merging K/V heads costs by number of K/V heads, and recommends a number; nothing is converted."""
+"""Shows what merging K/V heads costs by number of K/V heads, and recommends a number; nothing is
+converted.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -25,12 +27,13 @@ SINK_KEPT = 0.9
 
 @dataclass(frozen=True)
 class MergedLoss:
-    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase over the source, paired
-    block by block, in nats per token; None where not finite. One block of text has no standard error.
+    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase
+    over the source, paired block by block, in nats per token; None where not finite. One block of
+    text has no standard error.
 
     Attributes:
-        sink: the length of the attention sink, the massive state at the first position, as a share of the source's
-            (`merged_copies.Score`); None where the source has none.
+        sink: the length of the attention sink, the massive state at the first position, as a share
+            of the source's (`merged_copies.Score`); None where the source has none.
     """
 
     groups: int
@@ -42,7 +45,9 @@ class MergedLoss:
 
 @dataclass(frozen=True)
 class HeldOutLosses:
-    """Losses on the held-out part of the calibration text, of the source in nats per token and of its merged copies."""
+    """Losses on the held-out part of the calibration text, of the source in nats per token and of
+    its merged copies.
+    """
 
     source: float | None
     source_standard_error: float | None
@@ -101,15 +106,16 @@ def inspect_checkpoint(
     revision: str | None = None,
     progress: Progress = no_progress,
 ) -> Inspection:
-    """Measure the loss that merging the K/V heads of a checkpoint adds by the closed form of method `factor`, an upper bound
-    in practice of what `fit` loses. Nothing is converted.
+    """Measure the loss that merging the K/V heads of a checkpoint adds by the closed form of method
+    `factor`, an upper bound in practice of what `fit` loses. Nothing is converted.
 
     Args:
         source: a local folder or a Hub id.
         calibration: text to measure on, as for `convert_checkpoint`.
-        calibration_tokens: how much of it, by default from the model's hidden_size; a fifth is held out for the losses.
-        candidates: numbers of K/V heads to try; by default the divisors of the source's number below it, six of them if
-            there are more.
+        calibration_tokens: how much of it, by default from the model's hidden_size; a fifth is held
+            out for the losses.
+        candidates: numbers of K/V heads to try; by default the divisors of the source's number
+            below it, six of them if there are more.
         max_loss_increase: nats per token; recommends the smallest candidate that adds no more.
         kv_budget: recommends a number of K/V heads for each layer within this K/V cache.
         device: to run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one.
@@ -180,8 +186,8 @@ def inspect_checkpoint(
 
 
 def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[int | None, str]:
-    """The smallest number of K/V heads whose loss by the closed form stays within a limit, None if none does; and the
-    reason.
+    """The smallest number of K/V heads whose loss by the closed form stays within a limit, None if
+    none does; and the reason.
 
     Args:
         losses: in ascending order of their groups.
@@ -190,19 +196,19 @@ def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[i
     allowed = f"at most {limit:g} nats per token by the closed form"
     for each in losses:
         if each.increase is not None and each.increase <= limit:
-            return (
-                each.groups,
-                f"N = {each.groups} adds {allowed} ({figure(each, 'increase', '+.3f')}), and fit loses less",
-            )
+            added = figure(each, "increase", "+.3f")
+            return each.groups, f"N = {each.groups} adds {allowed} ({added}), and fit loses less"
     tried = ", ".join(str(each.groups) for each in losses)
     return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
 def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
-    """A sentence for each number of K/V heads with which too little is left of the attention sink."""
+    """A sentence for each number of K/V heads with which too little is left of the attention
+    sink.
+    """
     return [
-        f"with N = {each.groups} the closed form leaves {each.sink:.0%} of the attention sink's length, on which all later "
-        "layers depend: leave fit its gradient steps"
+        f"with N = {each.groups} the closed form leaves {each.sink:.0%} of the attention sink's "
+        "length, on which all later layers depend: leave fit its gradient steps"
         for each in losses
         if each.sink is not None and each.sink < SINK_KEPT
     ]
@@ -212,14 +218,8 @@ def conversion_command(
     source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]
 ) -> str:
     """The command line of a conversion with the options of the inspection."""
-    words = [
-        "gqa-convert",
-        "convert",
-        source,
-        f"{Path(source).absolute().name}-gqa",
-        "--groups",
-        numbers_text(groups),
-    ]
+    out = f"{Path(source).absolute().name}-gqa"
+    words = ["gqa-convert", "convert", source, out, "--groups", numbers_text(groups)]
     for each in each_of(text.source):
         words += ["--calibration", str(each)]
     others = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
@@ -232,7 +232,9 @@ def conversion_command(
 def _plan(
     checkpoint: Checkpoint, candidates: Sequence[int] | None, text: CalibrationOptions
 ) -> tuple[Plan, list[int]]:
-    """A plan of the source, and the candidates in ascending order; refuses what can't be inspected."""
+    """A plan of the source, and the candidates in ascending order; refuses what can't be
+    inspected.
+    """
     plan = make_plan(checkpoint, 1, method="factor")
     check_predicts(plan, text, "use convert, whose method mean needs no text")
     kv_heads = [layer.kv_heads for layer in plan.layers]
@@ -240,11 +242,13 @@ def _plan(
     possible = [count for count in merging_counts(*kv_heads) if count < most]
     if not possible:
         raise GroupsError(
-            f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to merge"
+            f"{checkpoint.source_id} has 1 K/V head in every attention layer: there is nothing to "
+            "merge"
         )
     counts = sorted(set(candidates or spread(possible, 6)))
     if not set(counts) <= set(possible):
         raise GroupsError(
-            f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among {possible}"
+            f"--candidates {counts} do not all merge {most} K/V heads evenly: choose among "
+            f"{possible}"
         )
     return plan, counts

@@ -1,10 +1,11 @@
-"""A budget of K/V cache, the numbers of K/V heads by layer that cost least within it, and what is chosen."""
+"""A budget of K/V cache, the numbers of K/V heads by layer that cost least within it, and what is
+chosen.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import itemgetter
 from typing import NamedTuple
 
 from gqa_convert.conversion.plan import merging_counts
@@ -31,19 +32,17 @@ class KVBudget(NamedTuple):
             least: those of one K/V head in every layer.
 
         Raises:
-            OptionError: the budget is not below the source's bytes, or does not suffice for one head in every layer.
+            OptionError: the budget is not below the source's bytes, or does not suffice for one
+                head in every layer.
         """
         limit = int(source * self.share)
         if not least <= limit < source:
             raise OptionError(
-                f"--kv-budget {self.stated} is {limit:,} bytes per token: state less than the {source:,} of the source, and at "
-                f"least {least:,}, which one K/V head in every layer takes"
+                f"--kv-budget {self.stated} is {limit:,} bytes per token: state less than the "
+                f"{source:,} of the source, and at least {least:,}, which one K/V head in every "
+                "layer takes"
             )
         return limit
-
-
-_Numbers = tuple[float, tuple[int, ...]]
-"""The sum of costs, and the number of K/V heads of each layer."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class LayerCosts:
         module: its name in the checkpoint.
         kv_heads: of the source.
         head_bytes: bytes of K/V cache per token of one K/V head.
-        kl: the KL divergence from the source in nats per token, by each smaller number of K/V heads; None where it is not
-            finite.
+        kl: the KL divergence from the source in nats per token, by each smaller number of K/V
+            heads; None where it is not finite.
     """
 
     module: str
@@ -72,8 +71,8 @@ class HeadAllocation:
         rule: how it was found.
         groups: the numbers, in the order of the layers.
         kv_bytes_per_token: what they take over all layers.
-        kl: the KL divergence from the source in nats per token on held-out text, with all layers merged; None where it is
-            not finite.
+        kl: the KL divergence from the source in nats per token on held-out text, with all layers
+            merged; None where it is not finite.
     """
 
     rule: str
@@ -120,10 +119,15 @@ class BudgetChoice(Result):
     def reason(self) -> str:
         """The chosen numbers and how they compare, as a clause."""
         share = self.kv_bytes_per_token / self.source_kv_bytes_per_token
-        compared = ", ".join(f"{each.rule} {_kl_text(each.kl)}" for each in self.candidates)
+        compared = []
+        for each in self.candidates:
+            kl = "not finite" if each.kl is None else f"{each.kl:.4f}"
+            compared.append(f"{each.rule} {kl}")
         return (
-            f"--groups {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes ({share:.1%}); KL divergence from the source in nats "
-            f"per token on {self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: {compared}"
+            f"--groups {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes "
+            f"({share:.1%}); KL divergence from the source in nats per token on "
+            f"{self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: "
+            + ", ".join(compared)
         )
 
 
@@ -132,34 +136,35 @@ def numbers_text(groups: int | list[int]) -> str:
     return str(groups).strip("[]").replace(" ", "")
 
 
-def _kl_text(kl: float | None) -> str:
-    return "not finite" if kl is None else f"{kl:.4f}"
-
-
 def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
-    """The number of K/V heads of each layer that together cost least, by dynamic programming over the bytes taken.
+    """The number of K/V heads of each layer that together cost least, by dynamic programming over
+    the bytes taken.
 
     Args:
         layers: the costs of each layer.
         limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
-    best: dict[int, _Numbers] = {0: (0.0, ())}
+    # by the bytes taken, the least cost and the numbers that have it
+    costs: dict[int, float] = {0: 0.0}
+    numbers: dict[int, tuple[int, ...]] = {0: ()}
     for layer in layers:
-        extended: dict[int, _Numbers] = {}
-        for taken, (cost, chosen) in best.items():
+        before, costs = costs, {}
+        chosen, numbers = numbers, {}
+        for taken, cost in before.items():
             for heads, kl in {**layer.kl, layer.kv_heads: 0.0}.items():
                 total = taken + heads * layer.head_bytes
                 together = math.inf if kl is None else cost + kl
-                found = (together, (*chosen, heads))
-                if total <= limit:
-                    extended[total] = min(extended.get(total, found), found, key=itemgetter(0))
-        best = extended
-    _, _, cheapest = min((cost, total, chosen) for total, (cost, chosen) in best.items())
-    return cheapest
+                if total <= limit and (total not in costs or together < costs[total]):
+                    costs[total] = together
+                    numbers[total] = (*chosen[taken], heads)
+    _, cheapest = min((cost, total) for total, cost in costs.items())
+    return numbers[cheapest]
 
 
 def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
-    """The largest number of K/V heads that is possible in all layers within the limit, once for each layer."""
+    """The largest number of K/V heads that is possible in all layers within the limit, once for
+    each layer.
+    """
     together = sum(layer.head_bytes for layer in layers)
     common = merging_counts(*(layer.kv_heads for layer in layers))
     largest = max(heads for heads in common if heads * together <= limit)

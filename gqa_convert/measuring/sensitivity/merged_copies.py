@@ -1,7 +1,8 @@
-"""Runs the source and copies of it with merged layers over held-out text, layer by layer, and compares them.
+"""Runs the source and copies of it with merged layers over held-out text, layer by layer, and
+compares them.
 
-Layers are merged by the closed form, or by a short fit. Only one layer's merged weights are in memory at a time: each copy
-receives them as it enters the layer.
+Layers are merged by the closed form, or by a short fit. Only one layer's merged weights are in
+memory at a time: each copy receives them as it enters the layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from gqa_convert.data.sampler import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
-from gqa_convert.measuring.evaluation.comparison import Mean, mean
+from gqa_convert.measuring.evaluation.scoring import Mean, mean
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
@@ -44,18 +45,27 @@ Installations = Iterator[tuple[int, Installing]]
 Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installations]
 """Merges a layer of the source into each number of K/V heads.
 
-It is called with the layer, its module in the source with its calls on the text, and the numbers; it yields each number, and
-a context in which the source's module computes what the merged layer does.
+It is called with the layer, its module in the source with its calls on the text, and the numbers;
+it yields each number, and a context in which the source's module computes what the merged layer
+does.
 """
 Batches = Sequence[Batch]
+Blocks = list[tuple[float, int, float, int]]
+"""Of each block of text: the sum of losses, of how many predicted tokens, the sum of divergences
+from the source, and of how many tokens.
+"""
 Copy = Mapping[str, int]
-"""The number of K/V heads of each merged layer, by the layer's module; other layers are the source's."""
+"""The number of K/V heads of each merged layer, by the layer's module; other layers are the
+source's.
+"""
 MOST_COPIES = 64
 """Maximum number of copies whose activations are in memory together."""
 SHORT_STEPS = 20
 """Gradient steps of a short fit."""
 _SHORT_BATCHES = 6
-"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4% less (benchmarks/log.md)."""
+"""Batches of text of a short fit, of which one is held out from the gradient steps. Twelve leave 4%
+less (benchmarks/log.md).
+"""
 _HELD_OUT = 5
 """One in this many tokens of text is held out."""
 
@@ -87,8 +97,8 @@ class Score(NamedTuple):
         loss: nats per predicted token.
         kl: the divergence from the source, nats per token.
         predicted: the number of predicted tokens.
-        sink: the length of the attention sink as a share of the source's, behind the layer where the source's is
-            longest; None where the source has none.
+        sink: the length of the attention sink as a share of the source's, behind the layer where
+            the source's is longest; None where the source has none.
     """
 
     loss: Mean
@@ -114,7 +124,8 @@ def load_inputs(
     before, held_out = hold_out(batches, _HELD_OUT)
     if not held_out:
         raise DataError(
-            "the calibration text has one block and none left to hold out for the loss: name more text or more --calibration-tokens"
+            "the calibration text has one block and none left to hold out for the loss: name more "
+            "text or more --calibration-tokens"
         )
     device = chosen_device(text.device)
     halves = store is not None and holds_halves(plan, device)
@@ -159,8 +170,8 @@ def merge_by_short_fits(
     attention: CapturedAttention,
     candidates: Sequence[int],
 ) -> Installations:
-    """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted once for each number of K/V
-    heads.
+    """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted
+    once for each number of K/V heads.
 
     Args:
         store: keeps the fitted layers.
@@ -188,14 +199,15 @@ def _installing(
 def score_copies(
     inputs: SensitivityInputs, copies: Sequence[Copy], held_out: Batches, progress: StageProgress
 ) -> list[Score]:
-    """The scores of the source, and then of each copy: these are merged layer by layer, then their logits are compared,
-    those of one copy at a time.
+    """The scores of the source, and then of each copy: these are merged layer by layer, then their
+    logits are compared, those of one copy at a time.
 
     Args:
         inputs: the source and the text.
         copies: what to measure, at most `MOST_COPIES` in memory together.
         held_out: the batches to measure on.
-        progress: called with the number of layers that the copies in memory have passed, and that of all.
+        progress: called with the number of layers that the copies in memory have passed, and that
+            of all.
 
     Raises:
         NonFiniteError: a layer of the source gets or gives NaN or Inf.
@@ -205,18 +217,26 @@ def score_copies(
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     copies = [{}, *copies]
     layers = {layer.module: layer for layer in inputs.plan.layers}
-    on_text, on_held_out = (
-        LayerWalk(inputs.model, batches, list(layers), inputs.plan.family.output, inputs.precision)
-        for batches in (inputs.text, held_out)
+    walk = partial(
+        LayerWalk,
+        inputs.model,
+        names=list(layers),
+        projection=inputs.plan.family.output,
+        precision=inputs.precision,
     )
+    on_text = walk(inputs.text)
+    on_held_out = walk(held_out)
     (text,) = on_text.streams(1)
     streams = on_held_out.streams(len(copies))
     source = streams[0]
     done = 0
     lengths: list[list[float]] = []
-    """At the first position behind each layer of the last stack, of the source and its copies, where there is a sink."""
+    """At the first position behind each layer of the last stack, of the source and its copies,
+    where there is a sink.
+    """
     with open_layers(inputs.plan) as read_layer:
         for layer in on_text.layers:
+            # merge the layer into every number that a copy has
             merged: list[dict[str, Installing]] = [{} for _ in copies]
             for name in layer.attention:
                 candidates = sorted({copy[name] for copy in copies if name in copy})
@@ -230,12 +250,16 @@ def score_copies(
                             own[name] = installed[copy[name]]
                 done += 1
                 progress(done, len(layers))
+
+            # the source and its copies pass it
             text.advance(layer)
             for stream, own in zip(streams, merged, strict=True):
                 stream.advance(layer, own)
             first, others = source.norms(layer.stack)
             if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
                 lengths.append([stream.norms(layer.stack)[0] for stream in streams])
+
+    # behind the layer where the source's sink is longest
     longest = max(lengths, default=[])
     scores = []
     for number, blocks in enumerate(_sums_of_blocks(streams, held_out)):
@@ -246,11 +270,9 @@ def score_copies(
     return scores
 
 
-def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[list[tuple[float, ...]]]:
-    """Of each stream and each block of text: the loss, the number of predicted tokens, the divergence from the first stream,
-    which is the source, and the number of all tokens.
-    """
-    sums: list[list[tuple[float, ...]]] = [[] for _ in streams]
+def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[Blocks]:
+    """The sums over each block of text, of each stream; the first stream is the source."""
+    sums: list[Blocks] = [[] for _ in streams]
     for number, batch in enumerate(held_out):
         source = streams[0].logits(number)
         targets = batch.get("labels")
@@ -260,9 +282,9 @@ def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[list[t
         for blocks, stream in zip(sums, streams, strict=True):
             for ours, theirs, labels in zip(stream.logits(number), source, targets, strict=True):
                 losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
-                loss = float(losses.double().sum())
                 divergence = summed_divergence(ours[None].float(), theirs[None].float())
                 # rounding can make the divergence of an equal copy slightly negative
                 kl = float(divergence.clamp(min=0))
-                blocks.append((loss, float((labels != IGNORED).sum()), kl, len(labels)))
+                loss = float(losses.double().sum())
+                blocks.append((loss, int((labels != IGNORED).sum()), kl, len(labels)))
     return sums

@@ -1,0 +1,346 @@
+"""Times a model at several numbers of K/V heads.
+
+All versions are in memory at once, and weights that do not depend on the number are shared. They
+take turns, so that a machine whose speed drifts favours none of them.
+"""
+
+import gc
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+from gqa_convert.attention import register
+from gqa_convert.attention.interface import why_unsupported
+from gqa_convert.checkpoint.fingerprint import fingerprint
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
+from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.families import loading
+from gqa_convert.families.context_length import stated_positions
+from gqa_convert.families.layerwise import kv_heads_by_layer
+from gqa_convert.families.modeling import register_modeling
+from gqa_convert.measuring import Progress, memory_explained, no_progress
+from gqa_convert.measuring.results import BenchmarkFile, TimedCell
+from gqa_convert.runtime.machine import chosen_device, measurement
+
+CONTEXT = 512
+"""The default number of cached tokens."""
+STEPS = 8
+"""Timed decode steps of a turn."""
+DTYPES = ("float32", "bfloat16", "float16")
+_PREFILLS = 3
+_NEEDS_HEAD = (
+    "benchmark decodes with one; name the language model that the checkpoint was made from"
+)
+"""Advice for a checkpoint that was saved without its language-model head."""
+
+
+def benchmark_model(
+    model: str | Path,
+    *,
+    candidates: Sequence[int] | None = None,
+    batch: Sequence[int] = (1,),
+    context: Sequence[int] | None = None,
+    repetitions: int = 8,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    command: list[str] | None = None,
+    progress: Progress = no_progress,
+) -> BenchmarkFile:
+    """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of
+    K/V heads.
+
+    Every version has the shapes of a converted model. Weights that do not exist are random; the
+    time does not depend on their values.
+
+    Args:
+        model: a local folder or a Hub id, timed with its weights at its own number of K/V heads.
+        candidates: K/V heads per layer to time; by default the model's own number and its divisors,
+            at most seven.
+        batch: sequences decoded at once.
+        context: tokens in the cache when the timed steps begin, and of an encoder's input; by
+            default 512, or half the model's positions.
+        repetitions: timed turns of each version.
+        dtype: by default the checkpoint's.
+        device: `cpu`, `cuda` or `cuda:1`; by default a GPU where there is one.
+        revision: branch, tag or commit on the Hub.
+        command: the command line, for the record.
+        progress: called with the name of a stage, the steps done and the number of steps.
+
+    Returns:
+        The measurement; `results` has an entry for each version, batch and context.
+
+    Raises:
+        GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if
+            the memory does not suffice.
+    """
+    plan = partial(plan_versions, candidates=candidates)
+    opened = open_local(model, revision, plan)
+    plans = plan(opened)
+    dtype = dtype or opened.config.get("dtype") or opened.config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise OptionError(
+            f"the type {dtype!r} can't be timed: choose one of {', '.join(DTYPES)} with --dtype"
+        )
+    device = chosen_device(device)
+    positions = stated_positions(opened.config)
+    contexts = context or [min(CONTEXT, (positions or 2 * CONTEXT) // 2)]
+    if positions is not None and max(contexts) >= positions - STEPS:
+        raise OptionError(
+            f"--context {max(contexts)}: the model has {positions} positions, and decode steps "
+            f"follow: give at most {positions - 1 - STEPS}"
+        )
+    any_plan = next(iter(plans.values()))
+    own = any_plan.source_kv_heads
+    known = fingerprint(opened)
+    settings = list(product(batch, contexts))
+    cells = []
+    advice = "time fewer --candidates, or a smaller --batch or --context"
+    with memory_explained(opened.source_id, advice):
+        progress("building models", 0, 1)
+        models, attention = make_models(opened, plans, dtype, device)
+        for done, (rows, tokens) in enumerate(settings):
+            progress("timing", done, len(settings))
+            decoders = [Decoder(version, rows, tokens) for version in models]
+            few = min(_PREFILLS, repetitions)
+            prefills = _alternate([decoder.prefill for decoder in decoders], few)
+            turns = _alternate([decoder.turn for decoder in decoders], repetitions)
+            for place, groups in enumerate(plans):
+                own_bytes, cross_bytes = decoders[place].cache_bytes()
+                times = _milliseconds("prefill_ms", prefills[place])
+                times |= _milliseconds("decode_ms", turns[place])
+                decode = times.pop("decode_ms")
+                cells.append(
+                    TimedCell(
+                        groups=groups,
+                        fingerprint=known if groups == own else None,
+                        batch=rows,
+                        context=tokens,
+                        decode_ms_per_token=decode,
+                        decode_tokens_per_second=1e3 * rows / decode,
+                        kv_bytes_per_token=own_bytes / tokens / rows,
+                        kv_bytes=own_bytes + cross_bytes,
+                        repetitions=repetitions,
+                        **times,
+                    )
+                )
+            del decoders
+            gc.collect()
+        progress("timing", len(settings), len(settings))
+    return BenchmarkFile(
+        **measurement("benchmark", command, device),
+        model=opened.source_id,
+        fingerprint=known,
+        model_type=any_plan.family.model_type,
+        dtype=dtype,
+        heads=any_plan.heads,
+        kv_heads=own,
+        attention=attention,
+        results=cells,
+    )
+
+
+def _alternate(calls: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
+    """What each of some calls returns in so many repetitions, each of which starts one call later,
+    after a warm-up.
+    """
+    measured: list[list[float]] = [[] for _ in calls]
+    for repetition in range(-1, repetitions):
+        for place in range(len(calls)):
+            number = (repetition + place) % len(calls)
+            measured[number].append(calls[number]())
+    return [found[1:] for found in measured]
+
+
+def _milliseconds(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of times in milliseconds, as results name them."""
+    low, median, high = (1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))).tolist()
+    return {name: median, f"{name}_low": low, f"{name}_high": high}
+
+
+def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> dict[int, Plan]:
+    """Plan a version for each number of K/V heads, rising.
+
+    Args:
+        checkpoint: the model.
+        candidates: numbers of K/V heads; None for the model's own and its divisors, at most seven.
+
+    Returns:
+        The plans by their numbers.
+
+    Raises:
+        NoLanguageModelError: it was saved without its language-model head.
+        OptionError: the layers of the model differ in number.
+        GroupsError: a number does not fit the heads.
+        GQAConvertError: the model can't be converted.
+    """
+    name = checkpoint.source_id
+    loading.check_language_model(name, checkpoint.config, _NEEDS_HEAD)
+    own = make_plan(checkpoint, 1).source_kv_heads
+    if kv_heads_by_layer(checkpoint.config, name) is not None:
+        raise OptionError(
+            f"the layers of {name} differ in their K/V heads: time the model that it was converted "
+            "from"
+        )
+    counts = sorted(set(candidates or spread(merging_counts(own), 7)))
+    try:
+        return {count: make_plan(checkpoint, count) for count in counts}
+    except GroupsError as problem:
+        raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
+
+
+def make_models(
+    checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, device: str
+) -> tuple[list[Any], str]:
+    """The models of the plans, and transformers' name of their attention function: this package's,
+    where the model's class takes it. The model with the own K/V heads has its weights.
+
+    Args:
+        checkpoint: the model that is timed.
+        plans: of its versions, by their K/V heads.
+        dtype: of the weights, such as `bfloat16`.
+        device: torch device.
+
+    Raises:
+        CorruptCheckpointError: the folder lacks weights, or transformers can't build a version.
+        NoLanguageModelError: it was saved without its language-model head.
+    """
+    register()
+    name = checkpoint.source_id
+    folder = checkpoint.local_folder
+    settings = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    with loading.explained(name):
+        source, missing = loading.load_model(folder, **settings)
+    loading.check_complete(name, folder, missing, _NEEDS_HEAD)
+    if why_unsupported(type(source), source.config) is None:
+        settings["attn_implementation"] = "gqa"
+        source.set_attn_implementation("gqa")
+    source = source.to(device).requires_grad_(False)
+    weights = dict(source.named_parameters(remove_duplicate=False))
+    models = []
+    for groups, plan in plans.items():
+        made = source
+        if groups != plan.source_kv_heads:
+            with loading.explained(name), torch.device(device), no_init_weights():
+                made = _build(plan, settings)
+            # the source's weights where they fit, and random ones
+            shapes = {key: own.shape for key, own in made.named_parameters(remove_duplicate=False)}
+            shared = {key: own for key, own in weights.items() if own.shape == shapes.get(key)}
+            made.load_state_dict(shared, strict=False, assign=True)
+            for key, parameter in made.named_parameters():
+                if key not in shared:
+                    parameter.normal_(std=0.02)
+        models.append(made)
+    return models, settings["attn_implementation"]
+
+
+def _build(plan: Plan, settings: Mapping[str, Any]) -> Any:
+    """The language model of a result, in evaluation mode and without gradients.
+
+    Args:
+        plan: of the result.
+        settings: options of `from_config`.
+    """
+    model_type = plan.config["model_type"]
+    if plan.modeling:
+        register_modeling(model_type)
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(plan.config)
+    auto = getattr(transformers, loading.auto_class(plan.config))
+    model = auto.from_config(config, trust_remote_code=False, **settings)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+class Decoder:
+    """A model with its cache at one batch and context: a prefill fills the cache, and decode steps
+    run the model's forward pass.
+
+    The cache is transformers' dynamic cache, which `generate` uses by default and which copies keys
+    and values into a longer tensor at every step.
+
+    Args:
+        model: in evaluation mode.
+        batch: sequences.
+        context: tokens in the cache when decoding begins, and those that an encoder of text reads.
+    """
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        self._model = model
+        generator = torch.Generator(model.device).manual_seed(0)
+        random: dict[str, Any] = {"device": model.device, "generator": generator}
+        vocabulary = model.get_input_embeddings().num_embeddings
+        tokens = torch.randint(vocabulary, (batch, context + 1), **random)
+        self._prompt, self._token = tokens.split(context, dim=1)
+        self._encoded = self._prompt if model.config.is_encoder_decoder else None
+        if self._encoded is not None and model.main_input_name != "input_ids":
+            # sound, of the length that the encoder expects and halves
+            shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+            self._encoded = torch.randn(shape, dtype=model.dtype, **random)
+        self._options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            self._options["logits_to_keep"] = 1
+        self._cache: Any = None
+
+    def prefill(self) -> float:
+        """Encode the input, if there is an encoder, and read the prompt into an empty cache; return
+        the seconds.
+        """
+        self._cache = None
+        began = self._now()
+        if self._encoded is not None:
+            with torch.inference_mode():
+                self._options["encoder_outputs"] = self._model.get_encoder()(
+                    self._encoded, return_dict=True
+                )
+        self._read(self._prompt)
+        return self._now() - began
+
+    def turn(self) -> float:
+        """Decode some tokens after the prompt, and return the seconds for each."""
+        layers = getattr(self._cache, "self_attention_cache", self._cache).layers
+        states = [dict(vars(layer)) for layer in layers]
+        # the version before has left its own weights in the processor's caches
+        self._read(self._token)
+        began = self._now()
+        for _ in range(STEPS):
+            self._read(self._token)
+        seconds = self._now() - began
+        # recurrent layers keep their states, on which their time does not depend
+        for layer, state in zip(layers, states, strict=True):
+            vars(layer).update(state)
+        return seconds / STEPS
+
+    def cache_bytes(self) -> tuple[int, int]:
+        """Bytes of the live keys and values of the decoder's tokens, and of the encoder's."""
+        own = getattr(self._cache, "self_attention_cache", self._cache)
+        cross = getattr(self._cache, "cross_attention_cache", None)
+        return _nbytes(own.layers), _nbytes(cross.layers if cross else [])
+
+    def _read(self, tokens: torch.Tensor) -> None:
+        ids = "input_ids" if self._encoded is None else "decoder_input_ids"
+        name = loading.cache_name(self._model)
+        with torch.inference_mode():
+            output = self._model(**{ids: tokens, name: self._cache}, **self._options)
+        self._cache = getattr(output, name)
+
+    def _now(self) -> float:
+        """The time when a GPU, which works asynchronously, has done what it was given."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        return time.perf_counter()
+
+
+def _nbytes(layers: Sequence[Any]) -> int:
+    """Of keys and values; a recurrent layer has none."""
+    tensors = [getattr(layer, part, None) for layer in layers for part in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

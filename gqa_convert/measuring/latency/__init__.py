@@ -1,1 +1,0 @@
-"""Decode latency, throughput, prefill and K/V cache of a model at several numbers of K/V heads."""
