@@ -20,7 +20,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from benchmarks.pages import filled, table
 from gqa_convert.families.loading import read_config
-from gqa_convert.measuring.evaluation.comparison import word_errors
+from gqa_convert.measuring.evaluation.scoring import word_errors
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.serving.ctranslate2 import make_folder
 
@@ -53,7 +53,8 @@ def transcribe(model: Listener, sounds: list[Path], beam: int) -> list[str]:
 
 def score(said: list[str], heard: list[str]) -> dict[str, float]:
     """Word errors and their standard error over sounds."""
-    wrong, words = word_errors(said, heard, EnglishTextNormalizer({}))
+    spoken = list(zip(said, heard, strict=True))
+    wrong, words = word_errors(spoken, EnglishTextNormalizer({}))
     rate = wrong.sum() / words.sum()
     error = np.sqrt(len(words)) * np.std(wrong - rate * words) / words.sum()
     return {"word_errors": round(float(rate), 4), "error": round(float(error), 4)}
