@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
+from gqa_convert.conversion.rewriting.source import STOCK_TYPES
 from gqa_convert.families.engines import LOADERS
 from gqa_convert.families.records import DECILM_SOURCES, record_of
 from gqa_convert.families.table import COMPOSITES, FAMILIES

@@ -1,6 +1,6 @@
 """`gqa_conversion.json`, the record in every converted checkpoint: parts of it, and how it is read.
 
-`conversion.provenance` writes it. `verify` reads the file by itself, since it must not trust what
+`conversion.run` writes it. `verify` reads the file by itself, since it must not trust what
 wrote it.
 """
 

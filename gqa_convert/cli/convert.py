@@ -157,7 +157,6 @@ def convert(
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.planning import plan_conversion
     from gqa_convert.conversion.resources import estimate_needs
-    from gqa_convert.conversion.rewriting.planning import plan_rewriting
 
     from .console.plan import caches_at_context, show_plan
     from .console.screen import ProgressScreen, print_json
@@ -198,9 +197,7 @@ def convert(
         groups = choice.groups
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
-        plan, text = plan_conversion(
-            plan_rewriting(checkpoint, groups, native=native), groups, options
-        )
+        plan, text = plan_conversion(checkpoint, groups, options)
         needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch or 1)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
         show = partial(show_plan, plan, needs, caches)

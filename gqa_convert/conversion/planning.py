@@ -1,11 +1,13 @@
-"""What a conversion does where the user names neither a method nor calibration text.
+"""From a source and what the user asks to a plan and the calibration that goes with it, or to a
+refusal.
 
-Measured on a pretrained model with wide heads (docs/results/README.md), `factor` from the weights alone loses more than
-mean pooling, and `factor` on a few thousand tokens of any real text far less. So the default measures on text that
+Where the user names neither a method nor calibration text: measured on a pretrained model with wide
+heads (docs/results/README.md), `factor` from the weights alone loses more than mean pooling, and
+`factor` on a few thousand tokens of any real text far less. So the default measures on text that
 every machine has, and falls back to mean pooling where the source cannot read text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -13,6 +15,7 @@ from typing import Final
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan
+from gqa_convert.conversion.rewriting.source import plan_rewriting
 from gqa_convert.errors import NoLanguageModelError, OptionError
 from gqa_convert.families.loading import check_language_model, hears
 from gqa_convert.families.table import family_of
@@ -28,7 +31,9 @@ from gqa_convert.merging.methods import (
 from gqa_convert.runtime.machine import chosen_device
 
 BUILT_IN_TOKENS: Final = 4096
-"""Tokens of the built-in text. More text gains little without `fit`, and large models pay for every token."""
+"""Tokens of the built-in text. More text gains little without `fit`, and large models pay for every
+token.
+"""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -40,36 +45,24 @@ _TOKENIZER_FILES = (
 
 
 def plan_conversion(
-    checkpoint: Checkpoint,
-    groups: int | Sequence[int],
-    options: ConversionOptions,
+    source: Checkpoint, groups: int | Sequence[int], options: ConversionOptions
 ) -> tuple[Plan, CalibrationOptions]:
     """The plan of a conversion, and its calibration.
 
     Args:
-        checkpoint: the source.
+        source: the opened source; the plan has it in the form in which it is converted.
         groups: K/V heads per layer in the result, or those of each layer.
-        options: as the user gave them. No method means `fit` with calibration data; without it, `factor` on the
-            built-in text, or `mean` with a warning where `why_no_text` gives a reason.
+        options: as the user gave them. No method means `fit` with calibration data; without it,
+            `factor` on the built-in text, or `mean` with a warning where `why_no_text` gives a
+            reason.
 
     Raises:
-        GQAConvertError: as `make_plan`, `check_calibration` and `check_predicts`.
+        GQAConvertError: as `plan_rewriting`, `make_plan`, `check_calibration` and `check_predicts`.
     """
-    method, calibration = options.method, options.calibration
-    reason = None
+    checkpoint = plan_rewriting(source, groups, native=options.native)
+    method, calibration, reason = options.method, options.calibration, None
     if method is None:
-        method = (CALIBRATED_DEFAULT if calibration.has_data else DEFAULT).name
-        if calibration == CalibrationOptions(
-            seed=calibration.seed, device=calibration.device, mix=calibration.mix
-        ):
-            reason = why_no_text(checkpoint)
-            if reason:
-                method = MEAN.name
-                calibration = replace(calibration, device=None)  # nothing runs on it
-            else:
-                from gqa_convert.data.sources import STDLIB  # imports numpy
-
-                calibration = replace(calibration, source=STDLIB, tokens=BUILT_IN_TOKENS)
+        method, calibration, reason = _default(checkpoint, calibration)
     plan = make_plan(
         checkpoint,
         groups,
@@ -78,36 +71,62 @@ def plan_conversion(
         encoder=options.encoder,
         native=options.native,
     )
-    exact = []
-    if plan.merge_method is REPEAT:
-        exact.append(
-            "N is above the source's number of K/V heads: heads are repeated, and the cache grows"
-        )
-    if plan.merge_method.is_exact and options.calibration.has_data:
-        exact.append("no heads are merged, so that --calibration is not used")
-    plan = replace(plan, warnings=(*plan.warnings, *exact))
     check_calibration(plan.method, calibration)
     check_predicts(plan, calibration)
-    if reason and plan.merge_method.name == MEAN.name:
-        warning = f"heads are averaged by default, because {reason}: --method factor merges by weights alone"
-        plan = replace(plan, warnings=(*plan.warnings, warning))
-    return plan, calibration
+    notes = _notes(plan, reason, is_read=options.calibration.has_data)
+    return replace(plan, warnings=(*plan.warnings, *notes)), calibration
+
+
+def _default(
+    checkpoint: Checkpoint, stated: CalibrationOptions
+) -> tuple[str, CalibrationOptions, str | None]:
+    """The method where none is named, its calibration, and why the source reads no text, if so."""
+    if stated.has_data:
+        return CALIBRATED_DEFAULT.name, stated, None
+    if stated != CalibrationOptions(seed=stated.seed, device=stated.device, mix=stated.mix):
+        return DEFAULT.name, stated, None  # which is refused: these options need text
+    reason = why_no_text(checkpoint)
+    if reason:
+        return MEAN.name, replace(stated, device=None), reason  # nothing runs on a device
+    from gqa_convert.data.sources import STDLIB  # imports numpy
+
+    return DEFAULT.name, replace(stated, source=STDLIB, tokens=BUILT_IN_TOKENS), None
+
+
+def _notes(plan: Plan, reason: str | None, *, is_read: bool) -> Iterator[str]:
+    """What the user may not expect of the method that applies.
+
+    Args:
+        plan: of the conversion.
+        reason: why the source reads no text, where that chose the method.
+        is_read: whether the user has named text.
+    """
+    method = plan.merge_method
+    if method is REPEAT:
+        yield "N is above the source's number of K/V heads: heads are repeated, and the cache grows"
+    if method.is_exact and is_read:
+        yield "no heads are merged, so that --calibration is not used"
+    if method is MEAN and reason:
+        yield (
+            f"heads are averaged by default, because {reason}: --method factor merges by weights "
+            "alone"
+        )
 
 
 def why_no_text(checkpoint: Checkpoint) -> str | None:
     """Why the source cannot be run on text, as far as its config and its files say; None if it can.
 
     Args:
-        checkpoint: the source. Of a checkpoint on the Hub only the config and the names of files are looked at.
+        checkpoint: the source. Of a checkpoint on the Hub only the config and the names of files
+            are looked at.
     """
     family = family_of(checkpoint.config)
     if not family.native and family.modeling is None:
         return f"transformers has no class of type {family.model_type}"
     if family.reads_images_alone:
         return "its cross-attention reads images alone"
-    if isinstance(
-        checkpoint.config.get("max_source_positions"), int
-    ):  # as many frames for every sound
+    # a config that states as many frames for every sound
+    if isinstance(checkpoint.config.get("max_source_positions"), int):
         return "its encoder reads audio"
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
     if not files:
@@ -136,32 +155,19 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
     """Refuse options that contradict each other.
 
     Raises:
-        OptionError: `fit` without text, text for a method that reads none, an option of calibration without text, or a
-            device that is not there.
+        OptionError: `fit` without text, text for a method that reads none, an option of calibration
+            without text, or a device that is not there.
     """
     wanted = METHODS[method]
     training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps}
-    if not options.has_data:
-        if wanted.text == "required":
-            raise OptionError(
-                f"--method {method} needs calibration text: name a text file or dataset with --calibration, or choose --method {DEFAULT.name}"
-            )
-        unread = training | {
-            "--calibration-tokens": options.tokens,
-            "--calibration-length": options.sequence_length,
-            "--device": options.device,
-        }
-        problem = "needs calibration text: name a text file or dataset with --calibration"
-        if wanted.text == "never":
-            problem = f"is of no use to --method {method}: leave it out"
-        for option, value in unread.items():
-            if value is not None:
-                raise OptionError(f"{option} {value} {problem}")
-    elif wanted.text == "never":
+    if options.has_data and wanted.text == "never":
         measuring = names(each for each in CHOICES if each.text != "never")
         raise OptionError(
-            f"--calibration is of no use to --method {method}: leave it out, or choose one of {measuring}"
+            f"--calibration is of no use to --method {method}: leave it out, or choose one of "
+            f"{measuring}"
         )
+    if not options.has_data:
+        _check_needs_no_text(method, options, training)
     for option, value in training.items():
         if value is not None and not wanted.trains:
             able = names(each for each in CHOICES if each.trains)
@@ -178,18 +184,39 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
         chosen_device(options.device)
 
 
+def _check_needs_no_text(
+    method: str, options: CalibrationOptions, training: dict[str, int | None]
+) -> None:
+    """Refuse, without text, a method or an option that needs it."""
+    name_it = "needs calibration text: name a text file or dataset with --calibration"
+    if METHODS[method].text == "required":
+        raise OptionError(f"--method {method} {name_it}, or choose --method {DEFAULT.name}")
+    unread = training | {
+        "--calibration-tokens": options.tokens,
+        "--calibration-length": options.sequence_length,
+        "--device": options.device,
+    }
+    problem = name_it
+    if METHODS[method].text == "never":
+        problem = f"is of no use to --method {method}: leave it out"
+    for option, value in unread.items():
+        if value is not None:
+            raise OptionError(f"{option} {value} {problem}")
+
+
 def check_predicts(
     plan: Plan,
     options: CalibrationOptions,
     advice: str = "choose --method factor without --calibration",
 ) -> None:
-    """Refuse calibration of a source that transformers cannot run as a language model, or that text runs only in part, and
-    local text that is not there.
+    """Refuse calibration of a source that transformers cannot run as a language model, or that text
+    runs only in part, and local text that is not there.
 
     Raises:
         DataError: there is no such file or folder.
         NoLanguageModelError: it was saved without its language-model head.
-        OptionError: transformers has no class for it, or it has cross-attention that only images run.
+        OptionError: transformers has no class for it, or it has cross-attention that only images
+            run.
     """
     if not options.has_data:
         return
@@ -201,8 +228,9 @@ def check_predicts(
                 open_source(as_source(text))
     if plan.family.reads_images_alone:
         raise OptionError(
-            f"--calibration runs the source on text, and the cross-attention of a {plan.family.model_type} runs on images alone: "
-            "choose --method factor without --calibration"
+            "--calibration runs the source on text, and the cross-attention of a "
+            f"{plan.family.model_type} runs on images alone: choose --method factor without "
+            "--calibration"
         )
     check_language_model(
         plan.checkpoint.source_id,
@@ -211,5 +239,6 @@ def check_predicts(
     )
     if not plan.family.native and plan.family.modeling is None:
         raise OptionError(
-            f"calibration runs the source, and transformers has no class of type {plan.family.model_type}: {advice}"
+            "calibration runs the source, and transformers has no class of type "
+            f"{plan.family.model_type}: {advice}"
         )

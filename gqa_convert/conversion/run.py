@@ -1,36 +1,50 @@
-"""Runs a plan: streams the source's bytes into a new checkpoint folder that appears whole or not at all.
+"""Carries out a plan: a new checkpoint folder that appears whole or not at all, and its record.
 
-Of methods that merge heads without text, the memory does not depend on the model's size.
+The memory of methods that merge heads without text does not depend on the model's size.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import (
+    FORMAT_VERSION,
     PROVENANCE,
     CalibrationRecord,
     earlier_record,
 )
-from gqa_convert.checkpoint.source import download_checkpoint, open_checkpoint
-from gqa_convert.conversion.fitting import prepare_layers
+from gqa_convert.checkpoint.source import Checkpoint, download_checkpoint, open_checkpoint
+from gqa_convert.conversion.fitting import PreparedLayers, prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.planning import plan_conversion
 from gqa_convert.conversion.progress import OnProgress
-from gqa_convert.conversion.provenance import record_conversion
-from gqa_convert.conversion.rewriting.folder import rewritten_folder
-from gqa_convert.conversion.rewriting.planning import plan_rewriting
-from gqa_convert.conversion.sidecar_files import write_sidecar_files
-from gqa_convert.conversion.writing import Progress, check_room, write_weights
+from gqa_convert.conversion.rewriting.source import rewritten_folder
+from gqa_convert.conversion.writing import (
+    Progress,
+    check_room,
+    write_sidecar_files,
+    write_weights,
+)
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.publishing.atomic_files import write_json
+from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.publishing.publication import check_destination, staged_folder
 from gqa_convert.runtime.json_objects import JsonObject, Result
+from gqa_convert.runtime.machine import machine
 from gqa_convert.runtime.paths import local_path
 
 _DEFAULTS = ConversionOptions()
+_OF_THE_PLAN = (
+    *("model_type", "method", "heads", "source_kv_heads", "groups", "route", "parameters"),
+    *("kv_bytes_per_token", "cross_kv_bytes_per_encoder_token"),
+)
+"""What a record takes from the summary of the plan, which speaks of the form in which the source
+was converted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,8 @@ class ConversionResult(Result):
         plan: the plan that was carried out.
         out: the new checkpoint folder.
         out_bytes: the size of all files in it.
-        merge_error: relative merge error by tensor, or by module and part of it where whole layers were merged.
+        merge_error: relative merge error by tensor, or by module and part of it where whole layers
+            were merged.
         calibration: the text that was measured on; None without text.
     """
 
@@ -78,12 +93,15 @@ def convert_checkpoint(
     Args:
         source: a local folder or a Hub id.
         out: the folder to make.
-        groups: K/V heads per layer in the result, or those of each attention layer in the order of the layers.
+        groups: K/V heads per layer in the result, or those of each attention layer in the order of
+            the layers.
         options: the method, its calibration text, and more.
-        prove: called with the finished folder of a source whose model type is on no list, before `out` appears; what it
-            raises stops the conversion. Such a source is refused without it. `gqa_convert.verify.run.prover` makes one.
+        prove: called with the finished folder of a source whose model type is on no list, before
+            `out` appears; what it raises stops the conversion. Such a source is refused without it.
+            `gqa_convert.verify.run.prover` makes one.
         on_plan: called with the plan before anything is written.
-        on_layer: called as a method that works on whole layers proceeds, from the rewriting of the source on.
+        on_layer: called as a method that works on whole layers proceeds, from the rewriting of the
+            source on.
         progress: called with every number of weight bytes written.
 
     Returns:
@@ -92,39 +110,94 @@ def convert_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake; nothing is left behind then.
     """
+    # all that can be refused is, before anything is downloaded or written
     folder = local_path(out)
     opened = open_checkpoint(source, revision=options.revision)
-    plan, calibration = plan_conversion(
-        plan_rewriting(opened, groups, native=options.native), groups, options
-    )
+    plan, calibration = plan_conversion(opened, groups, options)
     check_destination(folder, opened.folder, overwrite=options.overwrite)
     if opened.folder is None:
         opened = download_checkpoint(opened)
-        plan = replace(plan, checkpoint=plan_rewriting(opened, groups, native=options.native))
+        plan, calibration = plan_conversion(opened, groups, options)
         check_destination(folder, opened.folder, overwrite=options.overwrite)
     previous = earlier_record(opened)
     if not plan.family.listed and prove is None:
         raise UnsupportedFamilyError(
-            f"model type {plan.family.model_type} is on no list, and its result must be proved: pass prove="
+            f"model type {plan.family.model_type} is on no list, and its result must be proved: "
+            "pass prove="
         )
     on_plan(plan)
     with ExitStack() as stack:
+        # transformers, which runs the source on text, reads its other form from files
         if plan.checkpoint.recipes and calibration.has_data and plan.merge_method.merges_layers:
             rewritten = stack.enter_context(rewritten_folder(plan.checkpoint, folder, on_layer))
             plan = replace(plan, checkpoint=rewritten)
         staged = stack.enter_context(staged_folder(folder))
         check_room("the result", plan.disk_bytes, staged.path)
         merged = prepare_layers(plan, folder, calibration, stack, on_layer)
-        errors = write_weights(plan, staged.path, merged.tensors, progress) | dict(
-            merged.errors or {}
-        )
+        errors = write_weights(plan, staged.path, merged.tensors, progress) | merged.errors
         write_sidecar_files(plan, staged.path)
-        write_json(
-            staged.path / PROVENANCE,
-            record_conversion(plan, options, merged, errors, previous, staged.path),
-        )
+        record = _record(plan, options, replace(merged, errors=errors), previous, staged.path)
+        write_json(staged.path / PROVENANCE, record)
         if not plan.family.listed and prove is not None:
             prove(staged.path)
         total = sum(path.stat().st_size for path in staged.path.rglob("*") if path.is_file())
         staged.publish(overwrite=options.overwrite)
     return ConversionResult(plan, folder, total, errors, merged.calibration)
+
+
+def _record(
+    plan: Plan,
+    options: ConversionOptions,
+    merged: PreparedLayers,
+    previous: JsonObject | None,
+    folder: Path,
+) -> JsonObject:
+    """The record of a conversion, as its file has it.
+
+    Args:
+        plan: what was done.
+        options: of the conversion.
+        merged: what was merged before the weights were written, with the errors of all tensors.
+        previous: the record of the conversion that made the source, unchanged.
+        folder: the result, which is complete but for the record.
+    """
+    source, stated = plan.checkpoint.origin, plan.summary()
+    # methods that work on whole layers take so long that hashing their result costs little
+    result = None
+    if options.hash_weights or plan.merge_method.merges_layers:
+        result = {"files": hash_files(folder, [file.file for file in plan.files])}
+    return {
+        "format_version": FORMAT_VERSION,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": options.command,
+        "machine": asdict(machine(merged.device)),
+        "source": {
+            "id": source.source_id,
+            "revision": source.revision,
+            "fingerprint": fingerprint(source),
+            "model_type": str(source.config.get("model_type")),
+            "files": _files_of(source, hash_weights=options.hash_weights),
+        },
+        **{key: stated[key] for key in _OF_THE_PLAN if key in stated},
+        "calibration": merged.calibration and merged.calibration.as_json(),
+        "encoder": "encoder" in [layer.attention_kind for layer in plan.layers],
+        "head_order": merged.head_order,
+        "merge_error": merged.errors,
+        "uptraining_tokens": 0,
+        "result": result,
+        "previous": previous,
+        WRITTEN: list_written(folder, result),
+    }
+
+
+def _files_of(source: Checkpoint, *, hash_weights: bool) -> JsonObject:
+    """The sizes of the source's files, and the hashes of those that are copied, which are small, and
+    of the weights if they are asked for.
+    """
+    skipped = set(source.left_behind)
+    if not hash_weights:
+        skipped |= {shard.file for shard in source.shards}
+    hashed = [name for name in source.sizes if name not in skipped]
+    sizes = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()}
+    known = sizes | hash_files(source.local_folder, hashed)
+    return dict(sorted(known.items()))

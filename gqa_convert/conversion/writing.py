@@ -1,25 +1,58 @@
-"""Writes weight files: each tensor is copied, or computed in memory; every file is synced."""
+"""Writes the files of a result: its weights, and what lies beside them.
+
+Each tensor is copied, or computed in memory; every file is synced.
+"""
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
+from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import STORED, rounded
 from gqa_convert.checkpoint.headers import TensorEntry, build_header
+from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.plan import Plan, TensorChange
 from gqa_convert.errors import NoSpaceError
 from gqa_convert.families import layouts
+from gqa_convert.families.loading import read_object
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.merging.pooling import pool_groups
+from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.copying import BLOCK, LARGE, WrittenFile
+from gqa_convert.runtime.json_objects import JsonObject
 
 Progress = Callable[[int], None]
+"""Called with every number of bytes written."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def check_room(what: str, needed: int, folder: Path) -> None:
+    """Refuse to begin what a disk cannot hold.
+
+    Args:
+        what: the subject of the message.
+        needed: bytes.
+        folder: an existing hidden folder on the disk.
+
+    Raises:
+        NoSpaceError: the disk has less room.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpaceError(
+            f"{what} needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: "
+            "make room, or name a folder on another disk"
+        )
+
+
+# Weights
 
 
 def write_weights(
@@ -30,12 +63,13 @@ def write_weights(
     Args:
         plan: what to write.
         folder: an empty folder.
-        merged: by the names of tensors of layers that were merged as a whole, the safetensors file that holds each.
+        merged: by the names of tensors of layers that were merged as a whole, the safetensors file
+            that holds each.
         progress: called with every number of bytes written.
 
     Returns:
-        Of each tensor whose heads are merged here: |heads - merged head| / |heads|, over all its heads (Frobenius
-        norms).
+        Of each tensor whose heads are merged here: |heads - merged head| / |heads|, over all its
+        heads (Frobenius norms).
 
     Raises:
         NoSpaceError: the disk cannot hold the result.
@@ -62,29 +96,10 @@ def write_weights(
                 with WrittenFile(path, size, progress) as out:
                     out.copy(sources[file.shard], 0, size)
             else:
-                write_file(
-                    path, dict(plan.tensors(file)), file.metadata, sources, progress, computed
-                )
+                tensors = dict(plan.tensors(file))
+                write_file(path, tensors, file.metadata, sources, progress, computed)
         sources.check_unchanged()
     return errors
-
-
-def check_room(what: str, needed: int, folder: Path) -> None:
-    """Refuse to begin what a disk cannot hold.
-
-    Args:
-        what: the subject of the message.
-        needed: bytes.
-        folder: an existing hidden folder on the disk.
-
-    Raises:
-        NoSpaceError: the disk has less room.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise NoSpaceError(
-            f"{what} needs {needed:,} bytes, and the disk of {folder.parent} has {free:,} free: make room, or name a folder on another disk"
-        )
 
 
 def write_file(
@@ -103,12 +118,14 @@ def write_file(
         metadata: of the file.
         sources: the files of the source, which hold the others.
         progress: called with every number of bytes written.
-        computed: makes the array that takes the place of the source's tensor of a name; None for any other.
+        computed: makes the array that takes the place of the source's tensor of a name; None for
+            any other.
     """
     nbytes = sum(entry.nbytes for entry in tensors.values())
     alignment = (0, 8)
     if nbytes >= LARGE:
-        # whole blocks can be copied where tensors begin at the same place of a block as in the source
+        # whole blocks can be copied where tensors begin at the same place of a block as in the
+        # source
         located = sources.locate(next(iter(tensors)))
         alignment = (located[1].start % BLOCK if located else 0, BLOCK)
     header = build_header(tensors, {"format": "pt"} | dict(metadata), data_start_modulo=alignment)
@@ -127,7 +144,9 @@ def write_file(
 
 
 def _regroup(change: TensorChange, sources: SourceFiles, errors: dict[str, float]) -> Array:
-    """The array of a changed tensor: heads of the source merged into groups, in which case its error is noted, or repeated."""
+    """The array of a changed tensor: heads of the source merged into groups, in which case its
+    error is noted, or repeated.
+    """
     array = np.concatenate([sources.read(name) for name in change.sources])
     rows = array.T if change.transposed else array
     heads = layouts.split(np.ascontiguousarray(rows), change.sections)
@@ -148,3 +167,67 @@ def _regroup(change: TensorChange, sources: SourceFiles, errors: dict[str, float
         errors[change.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
     joined = layouts.join(heads, layouts.regrouped(change.sections, groups))
     return np.ascontiguousarray(joined.T) if change.transposed else joined
+
+
+# Sidecar files
+
+
+def write_sidecar_files(plan: Plan, folder: Path) -> None:
+    """Write the index, the config, the modelling file if one is needed, and a copy of every other
+    file of the source, of which only the tokenizer's config may change.
+
+    Args:
+        plan: of a checkpoint on this machine.
+        folder: where the result's weights are.
+    """
+    files = {file.file: file.names for file in plan.files}
+    totals = {"total_size": plan.weight_bytes_after, "total_parameters": plan.parameters_after}
+    write_index(folder, files, (plan.checkpoint.index_metadata or {}) | totals)
+    copy_files(plan.checkpoint, folder)
+    for file in plan.modeling.files if plan.modeling else ():
+        _copy(file, folder / file.name)
+    (folder / PROVENANCE).unlink(missing_ok=True)
+    write_json(folder / CONFIG, plan.config)
+    # transformers 5 writes a name that earlier versions do not know
+    path = folder / _TOKENIZER_CONFIG
+    stated = read_object(path)
+    if stated.get("tokenizer_class") == "TokenizersBackend":
+        write_json(path, stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy and sync the sidecar files of a checkpoint on this machine.
+
+    A source in another form may need values in its tokenizer's config that the tokenizer's class
+    used to imply.
+    """
+    for name in checkpoint.carried:
+        _copy(checkpoint.local_folder / name, folder / name)
+    path = folder / _TOKENIZER_CONFIG
+    has_tokenizer = path.is_file() or (folder / "tokenizer.json").is_file()
+    if has_tokenizer and checkpoint.tokenizer_defaults:
+        stated = read_object(path)
+        name = str(stated.get("tokenizer_class") or checkpoint.config["tokenizer_class"])
+        if name.startswith("GPT2Tokenizer"):
+            write_json(path, stated | dict(checkpoint.tokenizer_defaults) | stated)
+
+
+def write_index(folder: Path, files: Mapping[str, Collection[str]], metadata: JsonObject) -> None:
+    """Write the index of weight files, unless there is only the one that needs none.
+
+    Args:
+        folder: where it goes.
+        files: the names of the tensors in each file.
+        metadata: of the index.
+    """
+    if list(files) == [formats.SAFETENSORS_SINGLE]:
+        return
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / formats.SAFETENSORS_INDEX, index)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    sync(target)

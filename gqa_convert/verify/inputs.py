@@ -18,8 +18,11 @@ from torch import Tensor
 
 from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.conversion.rewriting.folder import rewritten_folder
-from gqa_convert.conversion.rewriting.planning import needs_rewriting, plan_rewriting
+from gqa_convert.conversion.rewriting.source import (
+    needs_rewriting,
+    plan_rewriting,
+    rewritten_folder,
+)
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError, first_line
 from gqa_convert.families.composite import decoder_config
 from gqa_convert.families.family import Family, Modeling

@@ -18,8 +18,7 @@ from torch import Tensor
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.conversion.rewriting.folder import write_rewritten
-from gqa_convert.conversion.rewriting.planning import plan_rewriting
+from gqa_convert.conversion.rewriting.source import plan_rewriting, write_rewritten
 from gqa_convert.errors import ConfigError, NonFiniteError, OptionError, UnsupportedFormatError
 from tests.helpers import elsewhere, native
 from tests.helpers.checkpoints import read_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from gqa_convert.conversion.rewriting.stock_config import STOCK_TYPES
+from gqa_convert.conversion.rewriting.source import STOCK_TYPES
 from gqa_convert.families.__main__ import described
 from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS
 from tests.helpers import folding_cases as cases

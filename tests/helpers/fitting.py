@@ -15,15 +15,14 @@ from gqa_convert.checkpoint.provenance import CalibrationRecord, Divergence
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import fitting
 from gqa_convert.conversion.calibration.streams import Calibration, digest_of
-from gqa_convert.conversion.fitting import fit_checkpoint
+from gqa_convert.conversion.fitting import FitWork, fit_checkpoint
 from gqa_convert.conversion.layers.layer_store import LayerRecord, LayerStore, layer_key
 from gqa_convert.conversion.layers.model_loading import open_model
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.resources import decide
-from gqa_convert.conversion.sidecar_files import write_index
-from gqa_convert.conversion.writing import write_weights
+from gqa_convert.conversion.writing import write_index, write_weights
 from gqa_convert.families.table import FAMILIES
 from tests.helpers.tiny import VOCAB
 
@@ -79,7 +78,10 @@ def fit(
         if progress.layer is not None:
             records.append(progress.layer)
 
-    found = fit_checkpoint(plan, store, calibration, asked, note, record, steps_together)
+    work = FitWork(
+        plan=plan, options=asked, calibration=calibration, record=record, steps=steps_together
+    )
+    found = fit_checkpoint(work, store, note)
     return records, found.kl_steps, found.kl
 
 

@@ -26,9 +26,8 @@ def converted_config(
     if family.is_composite:
         return _composite_config(config, family, groups)
     result = copy.deepcopy(config)
-    if (
-        family.modeling is None or modeling is not None
-    ):  # stock classes of the other types know no such keys
+    # stock classes of types that need a modelling file know no such keys
+    if family.modeling is None or modeling is not None:
         for dotted in family.kv_heads_keys:
             *sections, key = dotted.split(".")
             section = result
@@ -47,20 +46,20 @@ def converted_config(
 
 
 def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonObject:
-    """The config of a model around a decoder, whose section has the keys. A key of the count that stands beside the
-    section too gets the same value there.
+    """The config of a model around a decoder, whose section has the keys. A key of the count that
+    stands beside the section too gets the same value there.
     """
-    keys = dict.fromkeys(family.kv_heads_keys, groups)
-    keys |= {"multi_query_attention": True, "multi_query_group_num": groups}
-    section = decoder_section(config)
+    counts = dict.fromkeys(family.kv_heads_keys, groups)
+    stated = counts | {"multi_query_attention": True, "multi_query_group_num": groups}
+    name = decoder_section(config)
     result = copy.deepcopy(config)
-    if section is None:
-        result |= keys
+    if name is None:
+        result |= stated
         return result | legacy_config_keys(decoder_config(result))
-    result[section] |= keys
-    result |= {key: groups for key in family.kv_heads_keys if key in result}
+    result[name] |= stated
+    result |= {key: groups for key in counts if key in result}
     for key, value in legacy_config_keys(decoder_config(result)).items():
-        result[section].setdefault(key, value)
+        result[name].setdefault(key, value)
     return result | legacy_config_keys(result)
 
 
@@ -73,6 +72,7 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     """
     names = [name for _, name in modeling.classes]
     stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
+    known = [name for name in stated if name in names]
     kept = {
         auto: target
         for auto, target in (config.get("auto_map") or {}).items()
@@ -81,8 +81,7 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
     tokenizer = config.get("tokenizer_class")
     return {
         "model_type": modeling.model_type,
-        "architectures": [name for name in stated if name in names]
-        or [names[min(2, len(names) - 1)]],
+        "architectures": known or [names[min(2, len(names) - 1)]],
         "auto_map": kept | modeling.auto_map,
         "tokenizer_class": modeling.tokenizer if tokenizer is None else tokenizer,
         TESTED_KEY: TESTED,

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from math import gcd
 
 from gqa_convert.errors import GroupsError
-from gqa_convert.families.geometry import AttentionFinder
+from gqa_convert.families.family import Family
+from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.layerwise import find_form
 
 
@@ -20,9 +21,8 @@ def merging_counts(*kv_heads: int) -> list[int]:
 def spread(counts: Sequence[int], most: int) -> list[int]:
     """At most so many of the counts, evenly spread, the first and the last among them."""
     chosen = min(most, len(counts))
-    return [
-        counts[round(place * (len(counts) - 1) / max(1, chosen - 1))] for place in range(chosen)
-    ]
+    step = (len(counts) - 1) / max(1, chosen - 1)
+    return [counts[round(place * step)] for place in range(chosen)]
 
 
 def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[str, int]:
@@ -49,32 +49,43 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
             f"{finder.where.removesuffix('/config.json')}: list one for each layer"
         )
     for layer, count in zip(layers, counts, strict=True):
-        fewer, more = merging_counts(layer.kv_heads), []
-        if family.one_kv_head_key:
-            fewer = sorted({1, layer.kv_heads})
-        if is_one_number:
-            repeated = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
-            more = [number for number in repeated if layer.heads % number == 0]
-        if count not in (*fewer, *more):
-            choices = ", ".join(map(str, fewer))
-            if more:
-                choices += (
-                    f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
-                )
-            raise GroupsError(
-                f"--groups {count} does not fit this {family.model_type} checkpoint with {layer.kv_heads} K/V heads and {layer.heads} query "
-                f"heads in layer {layer.number}: choose one of {choices}"
-            )
+        _check_fits(family, layer, count, may_repeat=is_one_number)
     if family.is_layerwise or len(set(counts)) > 1:
-        if finder.unused_layers:
-            raise GroupsError(
-                f"--groups: the layers of this checkpoint can't differ in their number of K/V heads, since it holds {finder.unused_layers[0].module}, "
-                "which is none of the layers that config.json states: give one number for all layers, or remove its tensors"
-            )
-        reason = find_form(family, finder.config)
-        if isinstance(reason, str):
-            raise GroupsError(
-                f"--groups: the layers of this {family.model_type} can't differ in their number of K/V heads, since {reason}; "
-                "give one number for all layers"
-            )
+        _check_may_differ(finder)
     return {layer.module: count for layer, count in zip(layers, counts, strict=True)}
+
+
+def _check_fits(family: Family, layer: AttentionLayer, count: int, *, may_repeat: bool) -> None:
+    """Refuse a number to which a layer's K/V heads can be neither merged nor, if they may be,
+    repeated.
+    """
+    fewer = merging_counts(layer.kv_heads)
+    if family.one_kv_head_key:
+        fewer = sorted({1, layer.kv_heads})
+    choices = ", ".join(map(str, fewer))
+    multiples = range(2 * layer.kv_heads, layer.heads + 1, layer.kv_heads)
+    more = [number for number in multiples if may_repeat and layer.heads % number == 0]
+    if more:
+        choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
+    if count not in (*fewer, *more):
+        raise GroupsError(
+            f"--groups {count} does not fit this {family.model_type} checkpoint with "
+            f"{layer.kv_heads} K/V heads and {layer.heads} query heads in layer {layer.number}: "
+            f"choose one of {choices}"
+        )
+
+
+def _check_may_differ(finder: AttentionFinder) -> None:
+    """Refuse a checkpoint whose layers can't have numbers of their own."""
+    if finder.unused_layers:
+        raise GroupsError(
+            "--groups: the layers of this checkpoint can't differ in their number of K/V heads, "
+            f"since it holds {finder.unused_layers[0].module}, which is none of the layers that "
+            "config.json states: give one number for all layers, or remove its tensors"
+        )
+    reason = find_form(finder.family, finder.config)
+    if isinstance(reason, str):
+        raise GroupsError(
+            f"--groups: the layers of this {finder.family.model_type} can't differ in their number "
+            f"of K/V heads, since {reason}; give one number for all layers"
+        )

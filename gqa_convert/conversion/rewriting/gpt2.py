@@ -5,7 +5,12 @@ from typing import Any
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.rewriting.arrays import head_rows
 from gqa_convert.conversion.rewriting.other_form import OtherForm
-from gqa_convert.conversion.rewriting.stock_config import read_entries, refused_value, stock_config
+from gqa_convert.conversion.rewriting.stock_config import (
+    NoStockClassError,
+    read_entries,
+    refused_value,
+    stock_config,
+)
 from gqa_convert.families import layouts
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
@@ -43,14 +48,19 @@ _SET = {
 _END = "<|endoftext|>"
 
 
-def rewrite_gpt2(source: Checkpoint) -> Checkpoint:
-    """A GPT-2 as a gpt_bigcode with all its heads.
+def rewrite_gpt2(source: Checkpoint, groups: int) -> Checkpoint:
+    """A GPT-2 as a gpt_bigcode with all its heads, for a conversion to one K/V head.
 
     Raises:
         NoStockClassError: gpt_bigcode does not compute the same.
         ConfigError: a count is missing; or a tensor is, has another shape than the config says, or belongs to no module.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
+    if groups != 1:
+        raise NoStockClassError(
+            "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query "
+            "heads"
+        )
     config = _config(source.config)
     form = OtherForm(source, "transformer.", "wte")
     hidden_size, heads = config["n_embd"], config["n_head"]

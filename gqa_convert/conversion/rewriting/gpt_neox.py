@@ -35,8 +35,8 @@ _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Kinds of rotary scaling that source and stock class compute with the same function of transformers."""
 
 
-def rewrite_gpt_neox(source: Checkpoint) -> Checkpoint:
-    """A GPT-NeoX as a phi.
+def rewrite_gpt_neox(source: Checkpoint, _: int) -> Checkpoint:
+    """A GPT-NeoX as a phi with all its heads, for a conversion to any number of K/V heads.
 
     Raises:
         NoStockClassError: phi does not compute the same.

@@ -2,42 +2,62 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
-
-class StockType(NamedTuple):
-    """A stock type that computes what a model type does.
-
-    Attributes:
-        condition: under which it does, for the documentation.
-    """
-
-    model_type: str
-    stock: str
-    condition: str
-
-
-STOCK_TYPES = (
-    StockType("gpt_neox", "phi", "`use_parallel_residual` (Pythia, GPT-NeoX-20B)"),
-    StockType(
-        "gpt2",
-        "gpt_bigcode",
-        "one K/V head, no cross-attention, scores scaled by the width of a head alone",
-    ),
+_DROPPED = frozenset(
+    [
+        "_attn_implementation",
+        "_from_model_config",
+        "activation_function",
+        "add_cross_attention",
+        "architectures",
+        "attention_bias",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "classifier_dropout",
+        "embd_pdrop",
+        "head_dim",
+        "hidden_act",
+        "hidden_dropout",
+        "hidden_size",
+        "intermediate_size",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "max_position_embeddings",
+        "model_type",
+        "n_ctx",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+        "qk_layernorm",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "rotary_emb_base",
+        "rotary_pct",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+        "sliding_window",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "use_bias",
+        "use_parallel_residual",
+    ]
 )
-
-_DROPPED = """
-_attn_implementation _from_model_config activation_function add_cross_attention architectures attention_bias
-attention_dropout attn_implementation attn_pdrop classifier_dropout embd_pdrop head_dim hidden_act hidden_dropout
-hidden_size intermediate_size layer_norm_eps layer_norm_epsilon max_position_embeddings model_type n_ctx n_embd n_head
-n_inner n_layer n_positions num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor
-qk_layernorm reorder_and_upcast_attn resid_pdrop rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct
-scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window summary_activation summary_first_dropout
-summary_proj_to_labels summary_type summary_use_proj use_bias use_parallel_residual
-"""
 """Keys that mean nothing, or something else, in a stock type; all that it reads is written anew."""
 
 
@@ -98,9 +118,7 @@ def stock_config(
         raise NoStockClassError(
             f"architectures = {stated!r}, and {stock} stands for {' or '.join(classes)}"
         )
-    result = {
-        key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED.split()
-    }
+    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED}
     result |= {"architectures": [classes[stated[0]]], "model_type": stock} | entries
     result["tokenizer_class"] = config.get("tokenizer_class") or tokenizer
     dtype = config.get("dtype", config.get("torch_dtype"))
