@@ -80,8 +80,7 @@ def join(**options: Any) -> Any:
             f"{accelerator.num_processes}: {_ADVICE}"
         )
     # otherwise transformers would leave the weights uninitialised on all processes but the first,
-    # for accelerate to
-    # broadcast them
+    # for accelerate to broadcast them
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.num_processes > 1:
         from torch.distributed import new_group
@@ -121,13 +120,14 @@ def check_environment() -> None:
                 "and in each torchrun with --nnodes and --rdzv_endpoint, "
                 "as recipes/slurm/uptrain.sbatch does"
             )
+    # all of a launcher's variables or none, unlike when accelerate starts one process with --cpu
     needed = _LAUNCHER[:3] if _number("WORLD_SIZE") == 1 else _LAUNCHER
     missing = [name for name in needed if not os.getenv(name)]
-    for name in needed:
-        if missing and os.getenv(
-            name
-        ):  # as when accelerate starts one process with --cpu or MULTI_CPU
-            raise LaunchError(f"{name} is set and {missing[0]} is not: {_ADVICE}, or unset {name}")
+    present = [name for name in needed if name not in missing]
+    if missing and present:
+        raise LaunchError(
+            f"{present[0]} is set and {missing[0]} is not: {_ADVICE}, or unset {present[0]}"
+        )
 
 
 def _number(name: str) -> int | None:
@@ -209,10 +209,7 @@ def gathered(value: Any) -> list[Any]:
     from torch.distributed import all_gather_object
 
     found: list[Any] = [None] * started()
-    try:
-        all_gather_object(found, value, group=_waiting_group)
-    except RuntimeError as problem:
-        raise _ended(problem) from None
+    all_gather_object(found, value, group=_waiting_group)
     return found
 
 
@@ -237,9 +234,9 @@ def _broadcast(value: Any = None, problem: BaseException | None = None) -> Any:
     found = [value, problem]
     try:
         broadcast_object_list(found, src=0, group=_waiting_group)
-    except RuntimeError as broken:
+    except RuntimeError:
         if problem is None:  # which says more
-            raise _ended(broken) from None
+            raise
     value, error = found
     if error and rank():
         error.reported_elsewhere = True
@@ -310,14 +307,11 @@ def total(own: Any) -> Any:
 
     if isinstance(own, float):
         return float(total(torch.tensor(own, dtype=torch.float64)))
-    shapes = gathered(None if isinstance(own, int) else (own.shape, own.dtype))
-    shape, dtype = next(each for each in shapes if each)
+    stated = None if isinstance(own, int) else (own.shape, own.dtype)
+    shape, dtype = next(each for each in gathered(stated) if each)
     found = torch.zeros(shape, dtype=dtype, device=_device)
     found.copy_(torch.as_tensor(own).detach())
-    try:
-        torch.distributed.all_reduce(found)
-    except RuntimeError as problem:
-        raise _ended(problem) from None
+    torch.distributed.all_reduce(found)
     return found if isinstance(own, int) else found.to(own.device)
 
 
@@ -358,33 +352,30 @@ def summed(numbers: list[float]) -> list[float]:
 def taking_part() -> Iterator[None]:
     """A context inside which `join` may be called. Afterwards torch's process groups are destroyed,
     since torch may otherwise abort the process at exit.
+
+    Raises:
+        LaunchError: torch says that another process has ended.
     """
     try:
         yield
     except (GQAConvertError, InterruptedRunError):
         _leave()
         raise
-    except RuntimeError as problem:  # in the middle of a step
-        if _waiting_group is not None and any(
-            word in f"{type(problem).__name__} {problem}" for word in _BROKEN
-        ):
-            raise _ended(problem) from None
-        raise
+    except RuntimeError as problem:
+        text = f"{type(problem).__name__} {problem}"
+        if _waiting_group is None or not any(word in text for word in _BROKEN):
+            raise
+        raise LaunchError(
+            "another process of this run has ended or can't be reached: "
+            f"see its message ({' '.join(str(problem).split())[:200]})"
+        ) from None
     _leave()
 
 
 def _leave() -> None:
     global _waiting_group
     _waiting_group = None
-    torch = sys.modules.get(
-        "torch"
-    )  # not imported if a signal interrupted the import, which must not start again
+    # not imported if a signal interrupted the import, which must not start again
+    torch = sys.modules.get("torch")
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _ended(problem: RuntimeError) -> LaunchError:
-    return LaunchError(
-        "another process of this run has ended or can't be reached: "
-        f"see its message ({' '.join(str(problem).split())[:200]})"
-    )

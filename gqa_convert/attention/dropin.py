@@ -2,7 +2,7 @@
 from torch's layers.
 
 Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads), c
-head_dim, e head_dim of the values.
+head_dim.
 """
 
 import copy
@@ -281,12 +281,12 @@ def _attention_and_weights(
     Args:
         query: [b, H, q, c].
         key: [b, N, k, c].
-        value: [b, N, k, e].
+        value: [b, N, k, c].
         masks: the boolean mask and the bias.
         dropout: probability with which a weight is zeroed.
 
     Returns:
-        The outputs [b, H, q, e], and the weights [b, H, q, k] by which the values were summed. Both
+        The outputs [b, H, q, c], and the weights [b, H, q, k] by which the values were summed. Both
         are zeros for a query that sees no key.
     """
     dtype, (batch, groups, keys, _) = query.dtype, key.shape

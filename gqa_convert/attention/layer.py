@@ -1,7 +1,7 @@
 """A grouped-query attention layer.
 
 Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d
-embed_dim, H query heads, N groups (key/value heads), c head_dim, e head_dim of the values.
+embed_dim, H query heads, N groups (key/value heads), c head_dim.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class Rotary:
             -torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated
         )
         angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
-        cosine, sine = angles.cos(), angles.sin()
+        cosine = angles.cos()
+        sine = angles.sin()
         turning, still = heads.to(wide).tensor_split([rotated], dim=-1)
         first, second = turning.chunk(2, dim=-1)
         parts = first * cosine - second * sine, second * cosine + first * sine, still
@@ -80,8 +81,8 @@ class GroupedQueryAttention(GroupedProjections):
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
-        projections: options of `GroupedProjections`: `head_dim`, `value_head_dim`, `kdim`, `vdim`,
-            `bias`, `dropout`, `batch_first` (masks are batch first always), `device` and `dtype`.
+        projections: options of `GroupedProjections`: `head_dim`, `kdim`, `vdim`, `bias`, `dropout`,
+            `batch_first` (masks are batch first always), `device` and `dtype`.
 
     Raises:
         GroupsError: N does not divide H.
@@ -148,6 +149,7 @@ class GroupedQueryAttention(GroupedProjections):
             inputs, memory, memory_values = (
                 None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values)
             )
+        # queries, keys and values of the new tokens
         crossing = memory is not None or (cache is not None and cache.holds_memory)
         cached = 0 if cache is None or crossing else cache.length
         if crossing:
@@ -157,21 +159,7 @@ class GroupedQueryAttention(GroupedProjections):
                     "which has no order of tokens: use a layer without "
                     "causal and rotary, and give no documents"
                 )
-            if memory is None and memory_values is not None:
-                raise OptionError(
-                    "memory_values are given without memory: "
-                    "give both, or neither to read the memory in the cache"
-                )
-            values = memory if memory_values is None else memory_values
-            if cache is not None and cache.holds_memory:
-                if memory is not None:
-                    cache.check_memory(memory, values)
-                query = split_heads(self.q_proj(inputs), self.num_heads)
-                key, value = cache.keys, cache.values
-            else:
-                query, key, value = self.project(inputs, memory, values)
-                if cache is not None:
-                    key, value = cache.fill(key, value, memory, values)
+            query, key, value = self._of_memory(inputs, memory, memory_values, cache)
         else:
             if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
                 raise OptionError(
@@ -183,17 +171,11 @@ class GroupedQueryAttention(GroupedProjections):
                     f"give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
                 )
             query, key, value = self.project(inputs, inputs, inputs)
+        # their order, before they join the cache
         if self.rotary is not None:
-            batch, queries = inputs.shape[:2]
-            if positions is None:
-                positions = torch.arange(cached, cached + queries, device=inputs.device)
-            if positions.shape not in ((queries,), (1, queries), (batch, queries)):
-                raise OptionError(
-                    f"positions are {list(positions.shape)}: "
-                    f"give [batch, queries] = {[batch, queries]}"
-                )
-            positions = positions.reshape(-1, queries)
-            query, key = self.rotary.rotate(query, positions), self.rotary.rotate(key, positions)
+            places = _places(positions, cached, inputs)
+            query = self.rotary.rotate(query, places)
+            key = self.rotary.rotate(key, places)
         elif positions is not None:
             raise OptionError(
                 "positions are given, but the layer has no rotary embedding: "
@@ -201,21 +183,51 @@ class GroupedQueryAttention(GroupedProjections):
             )
         if cache is not None and not crossing:
             key, value = cache.append(key, value)
+        # attention, as far as a query may see
         mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
         mask, bias = combined(mask, bias, *_seen(key_mask, documents, key))
+        order: dict[str, Any] = {"causal": True, "cached": cached} if self.causal else {}
+        dropout = self.dropout if self.training else 0.0
         out = grouped_query_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            causal=self.causal,
-            cached=cached if self.causal else None,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
+            query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout, **order
         )
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         return result if self.batch_first else result.transpose(0, 1)
+
+    def _of_memory(
+        self,
+        inputs: Tensor,
+        memory: Tensor | None,
+        memory_values: Tensor | None,
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of inputs, and keys and values of a memory, which a cache keeps."""
+        if memory is None and memory_values is not None:
+            raise OptionError(
+                "memory_values are given without memory: "
+                "give both, or neither to read the memory in the cache"
+            )
+        values = memory if memory_values is None else memory_values
+        if cache is not None and cache.holds_memory:
+            if memory is not None:
+                cache.check_memory(memory, values)
+            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
+        query, key, value = self.project(inputs, memory, values)
+        if cache is not None:
+            key, value = cache.fill(key, value, memory, values)
+        return query, key, value
+
+
+def _places(positions: Tensor | None, cached: int, inputs: Tensor) -> Tensor:
+    """Positions [b|1, q] of inputs [b, q, d]; by default those behind the cached tokens."""
+    batch, queries = inputs.shape[:2]
+    if positions is None:
+        positions = torch.arange(cached, cached + queries, device=inputs.device)
+    if positions.shape not in ((queries,), (1, queries), (batch, queries)):
+        raise OptionError(
+            f"positions are {list(positions.shape)}: give [batch, queries] = {[batch, queries]}"
+        )
+    return positions.reshape(-1, queries)
 
 
 def _seen(key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The parameters of grouped-query attention: four projections, and how they come from those of
 nn.MultiheadAttention.
 
-Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, e
-head_dim of the values, in: embed_dim, kdim or vdim.
+Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c head_dim, in:
+embed_dim, kdim or vdim.
 """
 
 from collections.abc import Collection
@@ -26,7 +26,6 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         num_heads: H.
         groups: N, a divisor of H; by default H.
         head_dim: c; by default d / H.
-        value_head_dim: e; by default c.
         kdim: features of the tokens that keys are projected from; by default d.
         vdim: features of the tokens that values are projected from; by default `kdim`.
         bias: True for all four projections, or the names of those with a bias among q, k, v, out.
@@ -47,7 +46,6 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         groups: int | None = None,
         *,
         head_dim: int | None = None,
-        value_head_dim: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
         bias: bool | Collection[str] = False,
@@ -71,12 +69,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.embed_dim, self.num_heads, self.groups = embed_dim, num_heads, groups
         self.dropout, self.batch_first = dropout, batch_first
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = self.kdim if vdim is None else vdim
-        for name in ("embed_dim", "head_dim", "value_head_dim", "kdim", "vdim"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}: give a positive number")
         if not 0.0 <= dropout < 1.0:
             raise OptionError(f"dropout is {dropout}: give a probability below 1")
         biased = set(PROJECTIONS if bias is True else bias or ())
@@ -91,8 +85,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
 
         self.q_proj = linear("q", embed_dim, num_heads * self.head_dim)
         self.k_proj = linear("k", self.kdim, groups * self.head_dim)
-        self.v_proj = linear("v", self.vdim, groups * self.value_head_dim)
-        self.out_proj = linear("out", num_heads * self.value_head_dim, embed_dim)
+        self.v_proj = linear("v", self.vdim, groups * self.head_dim)
+        self.out_proj = linear("out", num_heads * self.head_dim, embed_dim)
 
     def extra_repr(self) -> str:
         names = ("num_heads", "groups", "head_dim", "batch_first")
@@ -101,9 +95,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
     def project(
         self, inputs: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, H, q, c], keys [b, N, k, c] and values [b, N, k, e], of inputs that are batch
-        first.
-        """
+        """Queries [b, H, q, c], keys and values [b, N, k, c], of inputs that are batch first."""
         return (
             split_heads(self.q_proj(inputs), self.num_heads),
             split_heads(self.k_proj(keys), self.groups),

@@ -106,7 +106,8 @@ def leads_out(path: Path, folder: Path) -> bool:
     """
     if not path.is_symlink():
         return False
-    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(path))
+    root = Path(os.path.realpath(folder))
     if target.is_relative_to(root):
         return any(part.startswith(".") for part in target.relative_to(root).parts)
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")

@@ -100,8 +100,8 @@ def parse_header(
                 "download or copy the file again"
             ) from None
     # the library gives tensors without numbers in any order
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes, item[0]))
-    return dict(ordered), metadata
+    places = sorted((entry.start, entry.nbytes, name) for name, entry in tensors.items())
+    return {name: tensors[name] for _, _, name in places}, metadata
 
 
 def build_header(

@@ -169,7 +169,8 @@ def open_checkpoint(
     """
     try:
         path = Path(source).expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
+        is_folder = path.is_dir()
+        exists = path.exists()
     except (OSError, RuntimeError) as problem:  # too long, no permission, no such user
         raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
     if exists and not is_folder:
@@ -235,7 +236,8 @@ def read_checkpoint(files: CheckpointFiles) -> Checkpoint:
     is_torch = names[0].endswith(".bin")
     if is_torch and isinstance(files, HubFiles):  # which have no headers
         return read_checkpoint(files.download(left_behind))
-    with ThreadPoolExecutor(1 if is_torch else 8) as pool:  # of remote files, latency dominates
+    readers = 1 if is_torch else 8  # of remote files, latency dominates
+    with ThreadPoolExecutor(readers) as pool:
         shards = tuple(pool.map(partial(_read_shard, files), names))
     _check_tensors(files.name, shards, weight_map)
     return Checkpoint(
@@ -295,7 +297,8 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     where = f"{files.name}/{name}"
     suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
     index = parse_object(files.read(name, files.sizes[name]), where)
-    weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+    weight_map = index.get("weight_map")
+    metadata = index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
     for tensor, file in weight_map.items():

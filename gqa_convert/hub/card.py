@@ -63,13 +63,14 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
             "it is not known whether the source is on the Hub: if it is, give --base-model"
         )
     measured, left_out = read_measured(options.results, model)
-    kind = "multi-query-attention" if model.record.groups == 1 else "grouped-query-attention"
+    kind = "multi-query-attention" if model.record["groups"] == 1 else "grouped-query-attention"
     tags = ["gqa-convert", kind, *(["uptrained"] if model.trainings else [])]
     task = _TASKS.get(model.auto_class)
     results = eval_results(measured, task or "text2text-generation")
+    relation = "finetune" if base_id else None
     front = ModelCardData(
         base_model=base_id,
-        base_model_relation="finetune" if base_id else None,
+        base_model_relation=relation,
         library_name="transformers",
         pipeline_tag=task,
         language=stated.get("language"),
@@ -116,7 +117,7 @@ def _read_readme(model: Converted) -> str | None:
 def _may_be_replaced(model: Converted, readme: str) -> bool:
     """Whether a README.md is a card of this program, or came with the source."""
     digest = hashlib.sha256(readme.encode()).hexdigest()
-    return is_our_card(readme) or model.record.written.get(CARD, {}).get("sha256") == digest
+    return is_our_card(readme) or model.record["written"].get(CARD, {}).get("sha256") == digest
 
 
 def _refuse_useless_options(model: Converted, options: PublishOptions) -> None:

@@ -73,28 +73,31 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
     Raises:
         ReportError: a file can't be read, or holds no results.
     """
-    own, of_source = fingerprint(model.checkpoint), model.first.source["fingerprint"]
+    own = fingerprint(model.checkpoint)
+    of_source = model.first["source"]["fingerprint"]
+    called = {of_source: "source", own: "this model"}
     measured, warnings = [], []
     for path in map(local_path, paths):
         file = load_evaluation(path)
         scores = {each.fingerprint: each for each in file.entries()}
-        ours, source = scores.get(own), scores.get(of_source)
+        ours = scores.get(own)
         if ours is None:
             warnings.append(
                 f"{path} is left out: "
                 f"it measured other models than {model.folder} as it is now; measure again"
             )
             continue
+        # names of models and texts, without folders of the machine
         content = file.as_json()
         public = PublicNames(content)
-        called = {of_source: "source", own: "this model"}
-        names = {
-            each.model: called.get(each.fingerprint) or public.name(each.model)
-            for each in file.entries()
-        }
-        entries = [each for each in (source, ours) if each is not None]
         stated = {key: content[key] for key in ("command", "data")}
         shown = EvaluationFile.model_validate(content | public.of(stated))
+        names = {}
+        for each in file.entries():
+            names[each.model] = called.get(each.fingerprint) or public.name(each.model)
+        # a row for the source, where it was measured too
+        source = scores.get(of_source)
+        entries = [ours] if source is None else [source, ours]
         tables = evaluation_tables(shown, entries, names)
         measured.append(Evaluated(shown, ours, source, tables, notes(entries, names)))
     return measured, warnings

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
@@ -94,34 +92,6 @@ class PublicNames:
         return text
 
 
-class ConversionRecord(BaseModel):
-    """A conversion and the uptraining runs after it. What a card states and nothing else depends on
-    is plain data.
-    """
-
-    model_config = ConfigDict(
-        frozen=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
-
-    source: JsonObject
-    """What was converted: `id`, a folder or Hub id, its commit `revision`, `fingerprint` and
-    `model_type`.
-    """
-    route: str
-    method: str
-    groups: int | list[int]
-    encoder: bool
-    calibration: JsonObject | None
-    kv_bytes_per_token: JsonObject | None = None
-    cross_kv_bytes_per_encoder_token: JsonObject | None = None
-    uptraining: list[JsonObject] = []
-    previous: "ConversionRecord | None"
-    written: dict[str, JsonObject]
-    """The `bytes` and the `sha256` of files; there is no hash of weights that were streamed without
-    `--hash`.
-    """
-
-
 @dataclass(frozen=True)
 class Converted:
     """A converted checkpoint.
@@ -129,7 +99,8 @@ class Converted:
     Attributes:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines
             from the headers.
-        records: of the conversions that made it, oldest first, without folders of the machine.
+        records: of the conversions that made it, oldest first, as conversion.provenance writes them,
+            without folders of the machine.
         names: of what the records state.
         files: paths of what is published besides the card: what convert and uptrain wrote, and
             licences.
@@ -139,39 +110,39 @@ class Converted:
     folder: Path
     checkpoint: Checkpoint
     plan: Plan
-    records: list[ConversionRecord]
+    records: list[JsonObject]
     names: PublicNames
     files: list[str]
     untracked: list[str]
 
     @property
-    def record(self) -> ConversionRecord:
+    def record(self) -> JsonObject:
         """The record of the last conversion."""
         return self.records[-1]
 
     @property
-    def first(self) -> ConversionRecord:
+    def first(self) -> JsonObject:
         """The record of the first conversion, whose source the card compares with."""
         return self.records[0]
 
     @property
     def trainings(self) -> list[JsonObject]:
         """The uptraining runs, oldest first."""
-        return [training for record in self.records for training in record.uptraining]
+        return [training for record in self.records for training in record.get("uptraining", [])]
 
     @property
     def base_model(self) -> tuple[str | None, str | None]:
         """Hub id and commit of the newest source whose commit is recorded."""
         for record in reversed(self.records):
-            name, revision = record.source["id"], record.source["revision"]
-            if revision and HUB_ID.fullmatch(name):
-                return name, revision
+            source = record["source"]
+            if source["revision"] and HUB_ID.fullmatch(source["id"]):
+                return source["id"], source["revision"]
         return None, None
 
     @property
     def needs_remote_code(self) -> bool:
         """Whether it loads only with `trust_remote_code=True`."""
-        has_own_code = self.record.route in ("own file", "checkpoint's own code")
+        has_own_code = self.record["route"] in ("own file", "checkpoint's own code")
         return has_own_code and "auto_map" in self.checkpoint.config
 
     @property
@@ -197,29 +168,29 @@ def open_converted(folder: Path) -> Converted:
                 f"{folder / name} is a link that leads out of the folder: put the file in its place"
             )
     names, newest = _read_record(folder)
-    for name in newest.written:
+    for name in newest["written"]:
         if name.endswith(".py") and name not in checkpoint.sizes:
             raise PublishError(
                 f"{folder} lacks {name}, which its config.json needs to load: convert again"
             )
     for shard in checkpoint.shards:
-        if shard.file not in newest.written:
+        if shard.file not in newest["written"]:
             raise PublishError(
                 f"{folder / shard.file} was written by neither convert nor uptrain: convert again"
             )
     records = [newest]
-    while records[0].previous is not None:
-        records.insert(0, records[0].previous)
+    while records[0]["previous"] is not None:
+        records.insert(0, records[0]["previous"])
     files: list[str] = []
     untracked: list[str] = []
     for name in sorted(checkpoint.sizes.keys() - {CARD}):
-        is_ours = name in newest.written or name == PROVENANCE or _LICENSE_FILE.fullmatch(name)
+        is_ours = name in newest["written"] or name == PROVENANCE or _LICENSE_FILE.fullmatch(name)
         (files if is_ours else untracked).append(name)
     plan = _plan_without_change(checkpoint, newest)
     return Converted(folder, checkpoint, plan, records, names, files, untracked)
 
 
-def _read_record(folder: Path) -> tuple[PublicNames, ConversionRecord]:
+def _read_record(folder: Path) -> tuple[PublicNames, JsonObject]:
     """The names that the record of a checkpoint states, and the record without folders of the
     machine.
 
@@ -229,31 +200,30 @@ def _read_record(folder: Path) -> tuple[PublicNames, ConversionRecord]:
     path = folder / PROVENANCE
     try:
         content = parse_object(path.read_bytes(), str(path))
-        names = PublicNames(content)
-        public = json.dumps(names.of(content))
-        return names, ConversionRecord.model_validate_json(public, strict=True)
     except OSError:
         raise PublishError(
             f"{folder} has no {PROVENANCE} that can be read: "
             "name a folder that convert or uptrain wrote"
         ) from None
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        raise PublishError(
-            f"{path} is not the record of a conversion ({first['loc']}: {first['msg']}): "
-            "convert again"
-        ) from None
+    for key in ("source", "route", "method", "groups", "encoder", "previous", "written"):
+        if key not in content:
+            raise PublishError(
+                f"{path} is not the record of a conversion (it has no {key}): convert again"
+            )
+    names = PublicNames(content)
+    return names, names.of(content)
 
 
-def _plan_without_change(checkpoint: Checkpoint, record: ConversionRecord) -> Plan:
+def _plan_without_change(checkpoint: Checkpoint, record: JsonObject) -> Plan:
     """The plan of a conversion to the recorded N; weights that it would change have another one."""
-    native = False if record.route == "own file" else None
+    groups = record["groups"]
+    native = False if record["route"] == "own file" else None
     try:
-        plan = make_plan(checkpoint, record.groups, native=native, encoder=record.encoder)
+        plan = make_plan(checkpoint, groups, native=native, encoder=record["encoder"])
         if plan.merge_method is COPY:
             return plan
     except GroupsError:
         pass
     raise PublishError(
-        f"{PROVENANCE} says N = {record.groups}, which the weights contradict: convert again"
+        f"{PROVENANCE} says N = {groups}, which the weights contradict: convert again"
     )

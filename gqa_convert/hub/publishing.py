@@ -5,6 +5,7 @@ the Hub.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from gqa_convert.checkpoint.formats import is_weight_file
@@ -60,7 +61,7 @@ def publish(
     *,
     dry_run: bool = False,
     on_progress: Progress = no_progress,
-    on_checked: Callable[[Publication], None] = lambda publication: None,
+    on_checked: Callable[[Publication], None] = no_progress,
 ) -> Publication:
     """Publish a converted checkpoint on the Hub.
 
@@ -100,7 +101,7 @@ def publish(
         repo_id=options.repo_id,
         url=options.url,
         private=private,
-        files=sorted(files, key=lambda file: file.path),
+        files=sorted(files, key=attrgetter("path")),
         warnings=warnings,
         card=str(path),
         dry_run=dry_run,
@@ -108,7 +109,8 @@ def publish(
     on_checked(publication)
     if repository is None:
         return publication
-    message = f"Upload a conversion to {heads_text(model.record.groups)} K/V heads per layer"
+    heads = heads_text(model.record["groups"])
+    message = f"Upload a conversion to {heads} K/V heads per layer"
     return replace(publication, commit=repository.upload(model.folder, files, message))
 
 
@@ -143,7 +145,7 @@ def _changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
     """
     changed, unknown = [], []
     for file in files:
-        written = model.record.written.get(file.path)
+        written = model.record["written"].get(file.path)
         if written is None or written.get("sha256") == file.sha256:
             continue
         if "sha256" not in written:

@@ -103,7 +103,9 @@ class Repository:
                 "you are not logged in to the Hub: run `hf auth login` with a write token, "
                 "or try --dry-run"
             )
-        self._options, self._token, self._api = options, token, HfApi()
+        self._options = options
+        self._token = token
+        self._api = HfApi()
         # None: as the organisation has it
         self._private = options.private or None
 

@@ -26,7 +26,8 @@ STATED = "GQA_CONVERT_MACHINE"
 called with.
 """
 
-PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 _OF_GPUS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """Files of the drivers of GPUs (NVIDIA's, those in WSL, AMD's)."""

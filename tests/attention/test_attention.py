@@ -293,7 +293,7 @@ def test_the_layer_equals_eager_attention_of_transformers(groups: int, fraction:
 @pytest.mark.parametrize("chunks", [[20], [7, 1, 1, 11], [1] * 20, [18, 2]])
 @pytest.mark.parametrize("capacity", [0, 64])
 def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity: int) -> None:
-    attention = layer(3, causal=True, rotary=Rotary(), value_head_dim=5)
+    attention = layer(3, causal=True, rotary=Rotary())
     inputs = numbers(2, 20, EMBED_DIM)
     key_mask = torch.ones(2, 20, dtype=torch.int64)
     key_mask[1, :4] = 0
@@ -314,8 +314,8 @@ def test_chunked_prefill_and_decoding_equal_one_pass(chunks: list[int], capacity
             done = end
     torch.testing.assert_close(torch.cat(outputs, 1), expected.detach(), **EXACT)
     assert cache.keys.shape == (2, 3, 20, HEAD_DIM)
-    assert cache.values.shape == (2, 3, 20, 5)
-    assert cache.nbytes == 2 * 3 * 20 * (HEAD_DIM + 5) * 8
+    assert cache.values.shape == (2, 3, 20, HEAD_DIM)
+    assert cache.nbytes == 2 * 3 * 20 * 2 * HEAD_DIM * 8
 
 
 @pytest.mark.parametrize("order", ["batch first", "length first"])
