@@ -191,6 +191,23 @@ def test_further_blocks_do_not_change_the_others(
     assert sum(len(batch["input_ids"]) for batch in made[2].fresh) > 10
 
 
+def test_the_four_streams_have_no_block_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 4 * LENGTH)
+    model = model_of(tmp_path / "model", CAUSAL)
+    path = written(tmp_path / "a.jsonl", documents(503))
+    sizes = {"held_out_tokens": 5 * LENGTH, "fresh_tokens": 7 * LENGTH}
+    made = calibration_batches(model, path, 24 * LENGTH, seed=1, sequence_length=LENGTH, **sizes)
+    streams = [made.fitted, made.validation, made.held_out, made.fresh]
+    rows = [
+        [tuple(row) for batch in each for row in batch["input_ids"].tolist()] for each in streams
+    ]
+    assert [len(each) for each in rows] == [21, 3, 5, 7]
+    assert len({row for each in rows for row in each}) == 36
+    assert sorted([*rows[0], *rows[1]]) == sorted(map(tuple, rows_of(made)))
+
+
 @pytest.mark.parametrize("filler", [0, 500])
 def test_a_large_text_is_thinned_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int

@@ -11,11 +11,13 @@ import torch
 from gqa_convert import convert_checkpoint
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.calibration import own_text
+from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.calibration.own_text import OwnWriter
 from gqa_convert.conversion.calibration.streams import Calibration
 from gqa_convert.conversion.calibration.texts import open_text
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.errors import DataError
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.errors import DataError, OptionError
 from gqa_convert.families.loading import load_model
 from gqa_convert.runtime.machine import multiplies_bfloat16
 from tests.helpers import seq2seq
@@ -122,6 +124,12 @@ def test_pairs_and_running_text_are_not_mixed(bart: Path, tmp_path: Path) -> Non
         calibration_batches(
             bart, [str(tmp_path / "pairs.jsonl"), str(tmp_path / "text.txt")], 1000, seed=0
         )
+
+
+def test_an_encoder_decoder_writes_no_text_of_its_own(bart: Path) -> None:
+    plan = make_plan(open_checkpoint(bart), 3, method="fit")
+    with pytest.raises(OptionError, match="only decoders write text: name text for it instead"):
+        prepare_calibration(plan, CalibrationOptions("self", tokens=1000, device="cpu"))
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])

@@ -105,8 +105,8 @@ class OwnWriter:
         settings = [LENGTH, FIRST, BATCH, self.seed, tokens, converses, model_type]
         size = f"at least {tokens:,} tokens at temperature 1, seed {self.seed}"
         name = local_path(self.checkpoint.origin.source_id).name
-        file = self._kept("own-text", settings, tokens, self._sampled(kind))
-        return OpenText(as_source(file), Files(f"{name}'s own {kind} ({size})", [file]))
+        label = f"{name}'s own {kind} ({size})"
+        return self._kept("own-text", label, settings, tokens, self._sampled(kind))
 
     def answer(self, text: TextSource, field: str, tokens: int) -> OpenText:
         """Pairs of inputs and of the targets that an encoder-decoder writes for them.
@@ -121,13 +121,12 @@ class OwnWriter:
         """
         settings = [TARGET, TARGETS, self.seed, tokens, text.identity(), field]
         name = local_path(self.checkpoint.origin.source_id).name
-        file = self._kept("targets", settings, tokens, self._answered(text, field))
         label = f"{text.label} with targets that {name} writes"
-        return OpenText(as_source(file), Files(label, [file]))
+        return self._kept("targets", label, settings, tokens, self._answered(text, field))
 
     def _kept(
-        self, name: str, settings: list[Any], tokens: int, batches: Iterable[Written]
-    ) -> Path:
+        self, name: str, label: str, settings: list[Any], tokens: int, batches: Iterable[Written]
+    ) -> OpenText:
         """The file of JSON lines with what these settings yield, at least so many tokens."""
         stated = [*settings]
         for path in sorted(self.checkpoint.origin.local_folder.iterdir()):
@@ -135,19 +134,19 @@ class OwnWriter:
             stated += [str(path), stat.st_size, stat.st_mtime_ns]
         key = hashlib.sha256(json.dumps(stated, default=str).encode()).hexdigest()[:32]
         file = default_cache() / f"{name}-{key}.jsonl"
-        if file.is_file():
-            return file
-
-        lines, done = [], 0
-        for rows, size in batches:
-            lines += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-            done += size
-            self.progress(min(done, tokens), tokens)
-            if done >= tokens:
-                break
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(lines).encode())
-        return file
+        if not file.is_file():
+            lines = ""
+            done = 0
+            for rows, size in batches:
+                for row in rows:
+                    lines += json.dumps(row, ensure_ascii=False) + "\n"
+                done += size
+                self.progress(min(done, tokens), tokens)
+                if done >= tokens:
+                    break
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, lines.encode())
+        return OpenText(as_source(file), Files(label, [file]))
 
     def _sampled(self, kind: Kind) -> Iterator[Written]:
         """Batches of documents or conversations without end, those of the first with the batch

@@ -79,17 +79,17 @@ def find_pairs(
     if not is_encoder_decoder(read_config(request.folder)):
         return []
     pairs: list[OpenPairs] = []
-    others: list[str] = []
+    others = [SELF] if None in sources else []
     wanted = request.fitted + request.held_out + (request.fitted if request.fresh else 0)
-    for opened in sources:
-        fields = _fields_of(opened) if opened else ()
-        if opened and writer and fields == (_INPUT,):
-            opened = writer.answer(opened.text, _INPUT, with_spare(wanted / len(sources)))
-            fields = _FIELDS
-        if opened and len(fields) == len(_FIELDS):
+    for opened in filter(None, sources):
+        fields = _fields_of(opened)
+        if fields == (_INPUT,) and writer:
+            written = writer.answer(opened.text, _INPUT, with_spare(wanted / len(sources)))
+            pairs.append((written, _FIELDS))
+        elif len(fields) == len(_FIELDS):
             pairs.append((opened, fields))
         else:
-            others.append(opened.label if opened else SELF)
+            others.append(opened.label)
     if pairs and others:
         raise DataError(
             f"{pairs[0][0].label} holds pairs of source and target, and {others[0]} does not: "

@@ -150,21 +150,27 @@ def hold_out(batches: Sequence[Batch], share: int) -> tuple[Batches, Batches]:
         The batches without those blocks, and batches of these. Nothing is held out where no two
         blocks are whole, which means at least half as long as the longest.
     """
-    longest = max(tokens_of(batch).shape[1] for batch in batches)
-    wanted = sum(tokens_of(batch).numel() for batch in batches) // share
-    whole = [batch for batch in batches if 2 * tokens_of(batch).shape[1] >= longest]
-    short = [batch for batch in batches if 2 * tokens_of(batch).shape[1] < longest]
+    shapes = [tokens_of(batch).shape for batch in batches]
+    longest = max(length for _, length in shapes)
+    wanted = sum(shape.numel() for shape in shapes) // share
+    whole: Batches = []
+    short: Batches = []
+    for batch, (_, length) in zip(batches, shapes, strict=True):
+        part = whole if 2 * length >= longest else short
+        part.append(batch)
+
+    # Hold out whole batches from the end, or else rows of the last one.
     held_out: Batches = []
     while whole and (count := tokens_of(whole[-1]).numel()) <= wanted:
         held_out.insert(0, whole.pop())
         wanted -= count
-    rows, length = tokens_of(whole[-1]).shape if whole else (0, 1)
-    if not held_out and (rows > 1 or len(whole) > 1):
-        last = whole.pop()
+    if not held_out:
+        rows, length = tokens_of(whole[-1]).shape
         left = rows - max(1, wanted // length)
-        held_out.append(rows_of(last, left, rows))
-        if left:
-            whole.append(rows_of(last, 0, left))
+        if left or len(whole) > 1:
+            last = whole.pop()
+            held_out.append(rows_of(last, left, rows))
+            whole += [rows_of(last, 0, left)] if left else []
     return [*whole, *short], held_out
 
 
