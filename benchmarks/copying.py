@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Fields
 from gqa_convert.data.model_tokenizer import usable_tokenizer
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.families.loading import load_model

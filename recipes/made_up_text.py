@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 from gqa_convert.conversion.calibration.made_up_records import made_up_records
-from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Fields
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.errors import DataError
 from gqa_convert.publishing.atomic_files import write_whole

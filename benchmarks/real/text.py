@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Fields, Files
 from gqa_convert.data.folders import is_held_out, source_files
 from gqa_convert.families.loading import load_model, load_tokenizer
 

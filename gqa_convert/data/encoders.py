@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.documents import Fields, Piece
+from gqa_convert.data.files import Fields, Piece
 from gqa_convert.data.model_tokenizer import (
     beginning_of_text,
     end_of_text,

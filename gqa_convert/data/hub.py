@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gqa_convert.data.documents import Fields, Piece
-from gqa_convert.data.files import columns_of
+from gqa_convert.data.files import Fields, Piece, columns_of
 from gqa_convert.errors import DataError, GQAConvertError, first_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

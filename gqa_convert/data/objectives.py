@@ -55,7 +55,7 @@ OBJECTIVES: dict[str, Objective] = {
     "causal": Objective(
         models="a decoder-only model",
         reads=("text", "chat"),
-        sampler="gqa_convert.data.causal:CausalSampler",
+        sampler="gqa_convert.data.sampler:CausalSampler",
     ),
     "span_corruption": Objective(
         models="an encoder-decoder",

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from gqa_convert.data.documents import Fields
 from gqa_convert.data.encoders import Encoder, PairEncoder
+from gqa_convert.data.files import Fields
 from gqa_convert.data.model_tokenizer import refuse_languages
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted

@@ -1,5 +1,4 @@
-"""What every objective implements, and blocks of equal length, which most objectives on running
-text are made of.
+"""What every objective implements, blocks of equal length, and the first objective, next tokens.
 
 Blocks are cut in a new order and at a new offset in each epoch. The tokens are treated as circular,
 so that an offset loses none of them. The first epoch of a stream, whose end is not known yet, is
@@ -13,9 +12,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.encoders import Encoder
+from gqa_convert.data.encoders import Encoder, text_encoder
 from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
 from gqa_convert.data.sources import Source, TextSource
@@ -151,3 +151,46 @@ class BlockSampler(Sampler):
             return Block(before, before)
         before = permuted(place, blocks, mix(key, epoch, 2)) * self.length
         return Block((mix(key, epoch, 1) + before) % tokens.size, before)
+
+
+class CausalSampler(BlockSampler):
+    """Blocks for a causal language model. `sequence_length` is the tokens of a block."""
+
+    def __init__(self, settings: SampleSettings) -> None:
+        super().__init__(settings, settings.length, following=1)
+
+    def encoder(self, source: Source, text: TextSource) -> Encoder:
+        """Running text between special tokens, or conversations; of a stream if it is stated, so
+        that a run which goes on need not ask the Hub.
+        """
+        chats = source.format == "chat" or not text.is_stream
+        return text_encoder(source, text, self.settings.tokenizer, closed=True, chats=chats)
+
+    def batch(self, places: Places, keys: Keys) -> Batch:  # noqa: ARG002
+        """Blocks of text.
+
+        Returns:
+            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict):
+            [b, L].
+        """
+        length = self.length
+        ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
+        labels = ids[:, 1:].copy()
+        for row, (tokens, place) in zip(labels, places, strict=True):
+            row[tokens.size - place.before :] = (
+                IGNORED  # they are in an earlier block of the epoch, too
+            )
+            if (
+                place.start <= tokens.size - 1 < place.start + length
+            ):  # the first token does not follow the last
+                row[tokens.size - 1 - place.start] = IGNORED
+        return {"input_ids": ids[:, :-1], "labels": labels}
+
+    def first(self, tokens: TokenSource, limit: int) -> list[Block]:
+        """Blocks that predict each of the first tokens once, except the very first; the last block
+        may be shorter.
+        """
+        scored = min(limit, tokens.size) - 1
+        return [
+            Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)
+        ]

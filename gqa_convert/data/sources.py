@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import SUFFIXES, Files, kind_of
+from gqa_convert.data.files import SUFFIXES, Fields, Files, kind_of
 from gqa_convert.data.folders import data_files, source_files
 from gqa_convert.data.hub import HubDataset, commit_of
 from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys

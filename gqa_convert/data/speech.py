@@ -105,7 +105,10 @@ def read_audio(path: Path, rate: int) -> Samples:
     samples: Samples = soxr.resample(channels.mean(axis=1), found_rate, rate)
     fault = ""
     if len(samples) < SHORTEST_SECONDS * rate:
-        fault = f"lasts {len(samples) / rate:.2f} seconds, and nothing is said in less than {SHORTEST_SECONDS}"
+        fault = (
+            f"lasts {len(samples) / rate:.2f} seconds, "
+            f"and nothing is said in less than {SHORTEST_SECONDS}"
+        )
     elif not np.isfinite(samples).all():
         fault = "holds samples that are no finite numbers"
     if fault:

@@ -24,9 +24,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import LAST, Encoder, Marked, ids_of
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Files, Piece
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import TextSource
 from gqa_convert.errors import DataError, is_disk_full, no_space

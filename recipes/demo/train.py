@@ -18,8 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Fields, Files
 from gqa_convert.data.folders import source_files
 
 END, PAD = "<|endoftext|>", "<|pad|>"

@@ -11,8 +11,8 @@ from tokenizers import processors
 
 from gqa_convert.conversion.calibration.own_text import _chat_turns
 from gqa_convert.data import model_tokenizer
-from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import LAST, ChatEncoder, PairEncoder, TextEncoder, ids_of
+from gqa_convert.data.files import Fields, Piece
 from gqa_convert.data.model_tokenizer import beginning_of_text
 from gqa_convert.measuring.evaluation.examples import Document, encode, text_material
 from tests.helpers.calibrations import calibration_batches

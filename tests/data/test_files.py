@@ -10,9 +10,8 @@ import pytest
 from tokenizers import processors
 
 from gqa_convert.data import files
-from gqa_convert.data.documents import Fields
 from gqa_convert.data.encoders import text_encoder
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Fields, Files
 from gqa_convert.data.sources import as_source, open_source
 from gqa_convert.errors import DataError
 from tests.helpers.data_helpers import EOS, open_samples, span_tokenizer, tokenize_into

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.data.causal import CausalSampler
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.order import Mixture, mix, permuted
-from gqa_convert.data.sampler import IGNORED
-from gqa_convert.data.samples import EvaluationBlocks, Samples
+from gqa_convert.data.order import mix, permuted
+from gqa_convert.data.sampler import IGNORED, CausalSampler
+from gqa_convert.data.samples import EvaluationBlocks, Mixture, Samples
 from tests.helpers.data_helpers import array_tokens
 
 SIZES = st.integers(2, 60)

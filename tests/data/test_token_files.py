@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from gqa_convert.data import files, token_files
-from gqa_convert.data.documents import Fields, Piece
 from gqa_convert.data.encoders import TextEncoder
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Fields, Files, Piece
 from gqa_convert.data.samples import Samples
 from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import DataError, NoSpaceError

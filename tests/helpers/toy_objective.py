@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.causal import CausalSampler
 from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sampler import Batch, Block, Keys
+from gqa_convert.data.sampler import Batch, Block, CausalSampler, Keys
 from gqa_convert.data.token_files import TokenSource
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from gqa_convert.data import files
-from gqa_convert.data.documents import Fields
+from gqa_convert.data.files import Fields
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.errors import DataError, OptionError
 from gqa_convert.measuring import no_progress

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 
 from gqa_convert.data import sampler, token_files
-from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import TextEncoder
+from gqa_convert.data.files import Piece
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import InterruptedRunError, StoppedError
 from gqa_convert.training.tokenize_only import tokenize_recipe

@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.calibration.texts import OpenText
-from gqa_convert.data.documents import Fields
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Fields, Files
 from gqa_convert.data.model_tokenizer import check_vocabulary, refuse_languages, template_of_one_day
 from gqa_convert.data.order import mix, shuffled
 from gqa_convert.data.sources import TextSource, as_source

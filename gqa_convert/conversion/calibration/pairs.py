@@ -24,8 +24,8 @@ from gqa_convert.conversion.calibration.streams import (
 )
 from gqa_convert.conversion.calibration.texts import OVERSAMPLING, OpenText
 from gqa_convert.conversion.options import BATCH_TOKENS
-from gqa_convert.data.documents import Fields
 from gqa_convert.data.encoders import PairEncoder
+from gqa_convert.data.files import Fields
 from gqa_convert.data.model_tokenizer import (
     check_vocabulary,
     decoder_start,

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gqa_convert.conversion.calibration.blocks import BlockForm, Text
-from gqa_convert.data.documents import Piece
 from gqa_convert.data.encoders import ids_of, text_encoder
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import Files, Piece
 from gqa_convert.data.sources import Source, TextSource, as_source, open_source
 from gqa_convert.data.token_files import batched, tokenize
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa_convert.data.documents import FieldError, Fields, Piece
 from gqa_convert.data.encoders import ChatEncoder, holds_conversations
-from gqa_convert.data.files import Files
+from gqa_convert.data.files import FieldError, Fields, Files, Piece
 from gqa_convert.data.model_tokenizer import beginning_of_text
 from gqa_convert.data.order import Integers, mix
 from gqa_convert.data.pairs import shortened
