@@ -71,9 +71,9 @@ def counted(value: object) -> Fraction | None:
 
 def shown(value: object) -> str:
     """A value in YAML notation, shortened to fit in a message."""
-    text = (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    text = "null" if value is None else str(value)
+    if isinstance(value, bool):
+        text = text.lower()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
@@ -110,27 +110,24 @@ PathText = Annotated[Text, AfterValidator(expanded)]
 def declared_in(file: Path) -> Callable[[type[T]], type[T]]:
     """A decorator that gives the fields of a class what a TOML file states in the section of the
     class: for each its `help`, whether it is `required` or else its `default` (None if there is
-    none), bounds (`gt`, `ge`, `lt`, `le`), and when
-    a resumed run may `change` it: never, if nothing is stated; if the `budget` does not shrink;
-    always, since the trained weights do not depend on it (`bookkeeping`) or only rounding, memory
-    and speed do (`execution`); or always, with a record of the change and its step (`recorded`).
+    none), bounds (`gt`, `ge`, `lt`, `le`), and when a resumed run may `change` it: never, if
+    nothing is stated; if the `budget` does not shrink; always, since the trained weights do not
+    depend on it (`bookkeeping`) or only rounding, memory and speed do (`execution`); or always,
+    with a record of the change and its step (`recorded`).
     """
     stated = tomllib.loads(file.read_text(encoding="utf-8"))
 
     def complete(owner: type[T]) -> type[T]:
         for name, notes in stated[owner.__name__].items():
-            default = notes.pop("default", None)
-            setattr(
-                owner,
-                name,
-                Field(
-                    ... if notes.pop("required", False) else default,
-                    description=notes.pop("help"),
-                    json_schema_extra={"change": notes.pop("change", "never")},
-                    validate_default=True,
-                    **notes,
-                ),
+            unstated = ... if notes.pop("required", False) else None
+            field = Field(
+                notes.pop("default", unstated),
+                description=notes.pop("help"),
+                json_schema_extra={"change": notes.pop("change", "never")},
+                validate_default=True,
+                **notes,
             )
+            setattr(owner, name, field)
         return owner
 
     return complete
@@ -156,34 +153,35 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
     try:
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
-        lines = []
-        for error in sorted(
-            problem.errors(include_url=False), key=lambda error: error["type"] == "missing"
-        ):
-            *outer, name = error["loc"]
-            above = _path(outer, owner)
-            holder = nested.get(str(outer[0]), declared) if outer else declared
-            if error["type"] == "unexpected_keyword_argument":
-                subject = f"{above} has an unknown key" if above else "unknown key"
-                lines.append(f"{subject} {name!r}: {suggestion(name, holder)}")
-            elif error["type"] == "missing":
-                lines.append(
-                    f"{above or 'the recipe'} has no key {name!r}: "
-                    f"{fields_of(holder)[str(name)].description}"
-                )
-            else:
-                message = (
-                    "it must be a mapping"
-                    if error["type"] == "dataclass_type"
-                    else str(error["msg"])
-                )
-                for theirs, ours in _WORDS.items():
-                    message = message.replace(theirs, ours)
-                value = shown(error["input"]) or "empty"
-                lines.append(f"{_path([name], above)} is {value}: {message}")
-        raise ValueError(
-            "\n".join(dict.fromkeys(" ".join(line.split()) for line in lines))
-        ) from None
+        found = sorted(problem.errors(include_url=False), key=_is_missing)
+        lines = [_mistake(error, declared, nested, owner) for error in found]
+        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _is_missing(error: Mapping[str, Any]) -> bool:
+    return bool(error["type"] == "missing")
+
+
+def _mistake(error: Mapping[str, Any], declared: Any, nested: Mapping[str, Any], owner: str) -> str:
+    """The line for one of pydantic's errors."""
+    *outer, name = error["loc"]
+    above = _path(outer, owner)
+    holder = nested.get(str(outer[0]), declared) if outer else declared
+    if error["type"] == "unexpected_keyword_argument":
+        subject = f"{above} has an unknown key" if above else "unknown key"
+        line = f"{subject} {name!r}: {suggestion(name, holder)}"
+    elif error["type"] == "missing":
+        help_text = fields_of(holder)[str(name)].description
+        line = f"{above or 'the recipe'} has no key {name!r}: {help_text}"
+    else:
+        message = str(error["msg"])
+        if error["type"] == "dataclass_type":
+            message = "it must be a mapping"
+        for theirs, ours in _WORDS.items():
+            message = message.replace(theirs, ours)
+        value = shown(error["input"]) or "empty"
+        line = f"{_path([name], above)} is {value}: {message}"
+    return " ".join(line.split())
 
 
 def _path(location: Sequence[int | str], path: str) -> str:

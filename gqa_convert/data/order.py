@@ -42,12 +42,10 @@ def permuted(number: int, size: int, key: int) -> int:
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
     while True:
-        high, low, high_size, low_size = (
-            number >> low_bits,
-            number & (1 << low_bits) - 1,
-            bits - low_bits,
-            low_bits,
-        )
+        high = number >> low_bits
+        low = number & (1 << low_bits) - 1
+        high_size = bits - low_bits
+        low_size = low_bits
         for round_key in _round_keys(key):
             high, low = low, high ^ mix(round_key, low) & (1 << high_size) - 1
             high_size, low_size = low_size, high_size

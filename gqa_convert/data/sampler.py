@@ -177,13 +177,12 @@ class CausalSampler(BlockSampler):
         ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
         labels = ids[:, 1:].copy()
         for row, (tokens, place) in zip(labels, places, strict=True):
-            row[tokens.size - place.before :] = (
-                IGNORED  # they are in an earlier block of the epoch, too
-            )
-            if (
-                place.start <= tokens.size - 1 < place.start + length
-            ):  # the first token does not follow the last
-                row[tokens.size - 1 - place.start] = IGNORED
+            # tokens that are in an earlier block of the epoch, too
+            row[tokens.size - place.before :] = IGNORED
+            # the first token, which does not follow the last
+            end = tokens.size - 1 - place.start
+            if 0 <= end < length:
+                row[end] = IGNORED
         return {"input_ids": ids[:, :-1], "labels": labels}
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
@@ -191,6 +190,5 @@ class CausalSampler(BlockSampler):
         may be shorter.
         """
         scored = min(limit, tokens.size) - 1
-        return [
-            Block(start, start + tokens.size - scored) for start in range(0, scored, self.length)
-        ]
+        before = tokens.size - scored
+        return [Block(start, start + before) for start in range(0, scored, self.length)]

@@ -77,18 +77,17 @@ class EvaluationBlocks:
     def __init__(self, sources: Sequence[tuple[TokenSource, int]], sampler: Sampler) -> None:
         self.sampler = sampler
         self.fingerprint = _digest(sources)
-        self._places = [
-            (tokens, place) for tokens, limit in sources for place in sampler.first(tokens, limit)
-        ]
+        self._places = []
+        for tokens, limit in sources:
+            self._places += [(tokens, place) for place in sampler.first(tokens, limit)]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The blocks with these numbers, all of them below `len`."""
-        return self.sampler.batch(
-            [self._places[index] for index in indices], [(0, index) for index in indices]
-        )
+        places = [self._places[index] for index in indices]
+        return self.sampler.batch(places, [(0, index) for index in indices])
 
 
 def open_samples(
@@ -150,11 +149,9 @@ def _tokens(
     try:
         tokens = tokenize(text, encoder, needed=needed, progress=progress)
     except FieldError as problem:
-        key = (
-            PAIR_KEYS
-            if encoder.fields.holds == "pair"
-            else "`text_field`, or set `format: chat` for conversations"
-        )
+        key = "`text_field`, or set `format: chat` for conversations"
+        if encoder.fields.holds == "pair":
+            key = PAIR_KEYS
         raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(

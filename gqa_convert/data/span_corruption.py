@@ -58,8 +58,8 @@ def shape_for(length: int) -> Shape:
     """
     if length < _SHORTEST_INPUT:
         raise DataError(
-            f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: make it "
-            "larger"
+            f"sequence_length is {length}, and span corruption needs {_SHORTEST_INPUT}: "
+            "make it larger"
         )
     shapes = map(shape_of, range(2 * length, 1, -1))
     # the input is the rest of the text, a sentinel for each span, and end-of-text
@@ -88,15 +88,14 @@ class SpanCorruption:
         self.sentinels = sentinel_ids(tokenizer)
         if not len(self.sentinels):
             raise DataError(
-                "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: use the "
-                "objective pairs"
+                "the tokenizer has no sentinel tokens <extra_id_0>, <extra_id_1>, ...: "
+                "use the objective pairs"
             )
         self.raw, _, spans = shape_for(length)
         if spans > len(self.sentinels):
             raise DataError(
-                f"an encoder input of {length} tokens needs {spans} sentinel tokens, the tokenizer "
-                "has "
-                f"{len(self.sentinels)}: make sequence_length smaller"
+                f"an encoder input of {length} tokens needs {spans} sentinel tokens, "
+                f"the tokenizer has {len(self.sentinels)}: make sequence_length smaller"
             )
 
     def batch(self, raw: Integers, keys: Keys) -> Batch:
@@ -112,26 +111,22 @@ class SpanCorruption:
         """
         total, noise, spans = shape_of(raw.shape[1])
         kept = total - noise
-        drawn = np.stack(
-            [np.random.Philox(key=np.array(key, np.uint64)).random_raw(total - 2) for key in keys]
-        )
-        # all divisions into spans are equally likely
-        parts = (
-            segmented(kept, spans, drawn[:, : kept - 1]),
-            segmented(noise, spans, drawn[:, kept - 1 :]),
-        )
-        lengths = np.stack(parts, axis=2)
-        removed = np.repeat(np.broadcast_to([False, True], lengths.shape), lengths.ravel()).reshape(
-            raw.shape
-        )
+        generators = [np.random.Philox(key=np.array(key, np.uint64)) for key in keys]
+        drawn = np.stack([generator.random_raw(total - 2) for generator in generators])
+
+        # Divide the text, all divisions into spans being equally likely.
+        texts = segmented(kept, spans, drawn[:, : kept - 1])
+        removals = segmented(noise, spans, drawn[:, kept - 1 :])
+        lengths = np.stack([texts, removals], axis=2)
+        alternating = np.broadcast_to([False, True], lengths.shape)
+        removed = np.repeat(alternating, lengths.ravel()).reshape(raw.shape)
+
+        # Replace the spans by sentinels in the input, and the rest in the labels.
         labels = self._marked(raw, ~removed)
         decoder = np.roll(labels, 1, axis=1)
         decoder[:, 0] = self._start
-        return {
-            "input_ids": self._marked(raw, removed),
-            "labels": labels,
-            "decoder_input_ids": decoder,
-        }
+        inputs = self._marked(raw, removed)
+        return {"input_ids": inputs, "labels": labels, "decoder_input_ids": decoder}
 
     def _marked(self, raw: Integers, dropped: Flags) -> Integers:
         """Rows in which each run of dropped tokens is replaced by its sentinel, with end-of-text
@@ -161,9 +156,8 @@ def segmented(total: int, parts: int, keys: npt.NDArray[np.uint64]) -> Integers:
     cuts = np.full((len(keys), parts + 1), total, np.int64)
     cuts[:, 0] = 0
     if parts > 1:
-        cuts[:, 1:-1] = (
-            np.sort(np.argpartition(keys, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
-        )
+        smallest = np.argpartition(keys, parts - 2, axis=1)[:, : parts - 1]
+        cuts[:, 1:-1] = np.sort(smallest, axis=1) + 1
     return np.diff(cuts, axis=1)
 
 
