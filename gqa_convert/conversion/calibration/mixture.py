@@ -64,11 +64,10 @@ def mix_in(
     # Read the texts.
     added: list[Text] = []
     for kind, opened in own.items():
-        text = reader.read(opened)._replace(label=f"{kind} of its own", is_sampled=True)
-        added.append(text._replace(share=OWN_SHARE / len(own)))
+        share = OWN_SHARE / len(own)
+        added.append(Text(f"{kind} of its own", reader.read(opened), share, is_sampled=True))
     if code:
-        text = reader.read(open_text(STDLIB))
-        added.append(text._replace(label="Python sources", share=CODE_SHARE))
+        added.append(Text("Python sources", reader.read(open_text(STDLIB)), CODE_SHARE))
 
     # Take no more blocks than the shares of what the user's texts hold.
     shares = [*(text.share for text in added), RECORDS_SHARE]
@@ -80,8 +79,8 @@ def mix_in(
     # Make up records.
     count = min(records, math.ceil(RECORDS_SHARE * sum(reader.counts)))
     tokens = record_blocks(reader.tokenizer, block, count, request.seed, filler)
-    made_up = Text("made-up records", tokens, RECORDS_SHARE, can_be_copied_into=False)
-    return [*added, made_up._replace(is_sampled=True)], refused
+    flags = {"can_be_copied_into": False, "is_sampled": True}
+    return [*added, Text("made-up records", tokens, RECORDS_SHARE, **flags)], refused
 
 
 def _written(

@@ -89,10 +89,10 @@ def find_pairs(
         elif len(fields) == len(_FIELDS):
             pairs.append((opened, fields))
         else:
-            others.append(opened.label)
+            others.append(opened.text.label)
     if pairs and others:
         raise DataError(
-            f"{pairs[0][0].label} holds pairs of source and target, and {others[0]} does not: "
+            f"{pairs[0][0].text.label} holds pairs of source and target, and {others[0]} does not: "
             "calibrate on one kind of text"
         )
     return pairs
@@ -145,7 +145,7 @@ def draw_pairs(request: Request, sources: Sequence[OpenPairs]) -> Calibration:
     check_vocabulary(config, largest_token(fitted), request.folder)
 
     # Say what they are.
-    label = " and ".join(opened.label for opened, _ in sources)
+    label = " and ".join(opened.text.label for opened, _ in sources)
     used = sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in fitted)
     settings = ["pairs", length, request.seed, BATCH_TOKENS, request.fitted]
     return Calibration(

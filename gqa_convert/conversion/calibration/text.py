@@ -131,10 +131,10 @@ def _read(
             assert writer is not None
             lacking = used - sum(len(text.tokens) for text in found.values())
             opened = writer.write(with_spare(max(used / len(sources), lacking)))
-        found[number] = text = reader.read(opened)
-        if len(text.tokens) < _LEAST:
+        found[number] = Text(opened.label, reader.read(opened))
+        if (count := len(found[number].tokens)) < _LEAST:
             raise DataError(
-                f"{text.label} holds {len(text.tokens)} tokens, calibration needs at least "
-                f"{_LEAST}, and thousands to be of use: name more text"
+                f"{opened.label} holds {count} tokens, calibration needs at least {_LEAST}, "
+                "and thousands to be of use: name more text"
             )
     return [found[number] for number in range(len(sources))]

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gqa_convert.conversion.calibration.blocks import BlockForm, Text
+from gqa_convert.conversion.calibration.blocks import BlockForm
 from gqa_convert.data.encoders import ids_of, text_encoder
 from gqa_convert.data.files import Files, Piece
+from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import Source, TextSource, as_source, open_source
 from gqa_convert.data.token_files import batched, tokenize
 
@@ -37,8 +38,10 @@ class OpenText(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The text as its user named it, or what it is."""
-        return self.text.label
+        """The text as its user named it, with the commit of a dataset; or what it is."""
+        if isinstance(self.text, Files):
+            return self.text.label
+        return f"{self.text.label}@{self.text.commit[:12]}"
 
 
 def open_text(given: Any) -> OpenText:
@@ -72,8 +75,8 @@ class TextReader:
     form: BlockForm
     counts: Sequence[int]
 
-    def read(self, opened: OpenText) -> Text:
-        """As many tokens of a text as the fitted blocks take at least, or all if it has fewer.
+    def read(self, opened: OpenText) -> Integers:
+        """The tokens of a text, as many as the fitted blocks take at least, or all: [n].
 
         Raises:
             DataError: it can't be read, or the tokenizer lacks something for it.
@@ -85,15 +88,15 @@ class TextReader:
         most = OVERSAMPLING * wanted
         if not isinstance(text, Files):
             stored = tokenize(text, encoder, needed=most)
-            return Text(f"{text.label}@{text.commit[:12]}", stored.read(0, min(stored.size, most)))
+            return stored.read(0, min(stored.size, most))
 
         share = min(1.0, max(_WHOLE, _CHARACTERS * most) / max(1, text.total_bytes))
         while True:
             pieces = _thinned(text.pieces(encoder.fields), share)
             parts = [ids_of(encoder.encode(batch)) for batch in batched(pieces)]
-            tokens = np.concatenate([np.empty(0, np.int64), *parts])
+            tokens: Integers = np.concatenate([np.empty(0, np.int64), *parts])
             if share == 1 or len(tokens) >= wanted:
-                return Text(text.label, tokens)
+                return tokens
             share = min(1.0, 8 * share)  # most of the bytes belonged to other fields of the rows
 
 
