@@ -11,9 +11,8 @@ import numpy as np
 from gqa_convert.data.encoders import Encoder, PairEncoder
 from gqa_convert.data.files import Fields
 from gqa_convert.data.model_tokenizer import refuse_languages
-from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.sampler import IGNORED, Batch, Keys, Places, Sampler, Shares
+from gqa_convert.data.sampler import IGNORED, Batch, Keys, Places, Sampler, SampleSettings, Shares
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import TokenSource
 
@@ -42,6 +41,9 @@ class PairSampler(Sampler):
         raw_tokens: the mean number of tokens in a pair, over the sources by their shares; before
             `measure`, the most.
     """
+
+    models = "an encoder-decoder"
+    reads = ("pairs",)
 
     def __init__(self, settings: SampleSettings) -> None:
         super().__init__(settings)

@@ -10,15 +10,14 @@ is computed from the number of the sample alone.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.data.encoders import Encoder, text_encoder
-from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.sources import Source, TextSource
+from gqa_convert.data.sources import Source, SourceKind, TextSource
 from gqa_convert.data.token_files import TokenSource
 
 SHUFFLE_WINDOW = 1 << 22
@@ -39,6 +38,31 @@ Shares = Sequence[tuple[TokenSource, int]]
 """The tokens of each source, and its share of the samples."""
 
 
+ModelKind = Literal["a decoder-only model", "an encoder-decoder"]
+
+
+class SampleSettings(NamedTuple):
+    """What determines the samples of a model, beside the data and the seed.
+
+    Attributes:
+        tokenizer: a transformers tokenizer.
+        objective: one of `OBJECTIVES`.
+        length: `sequence_length`, in tokens.
+        decoder_start: the first token of the decoder's input; None for a model without an encoder.
+        starts_with_last: whether the decoder's input starts with the target's last token instead.
+    """
+
+    tokenizer: Any
+    objective: str
+    length: int
+    decoder_start: int | None = None
+    starts_with_last: bool = False
+
+    def __str__(self) -> str:
+        """What tells the samples from others, without the tokenizer, which the tokens depend on."""
+        return f"{self.objective} {self.length} {self.decoder_start} {self.starts_with_last}"
+
+
 class Sampler(ABC):
     """Makes the samples of one objective.
 
@@ -46,6 +70,8 @@ class Sampler(ABC):
         settings: of the samples.
 
     Attributes:
+        models: the kind of models that the objective trains.
+        reads: the kinds of sources that it reads.
         raw_tokens: the mean number of text tokens in a sample.
         shortest: the fewest tokens that a source must have.
 
@@ -53,6 +79,8 @@ class Sampler(ABC):
         DataError: the settings, the tokenizer or the checkpoint do not suit the objective.
     """
 
+    models: ModelKind
+    reads: tuple[SourceKind, ...]
     raw_tokens: int | Fraction
     shortest: int = 1
 
@@ -155,6 +183,9 @@ class BlockSampler(Sampler):
 
 class CausalSampler(BlockSampler):
     """Blocks for a causal language model. `sequence_length` is the tokens of a block."""
+
+    models = "a decoder-only model"
+    reads = ("text", "chat")
 
     def __init__(self, settings: SampleSettings) -> None:
         super().__init__(settings, settings.length, following=1)

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from gqa_convert.data.encoders import Encoder, text_encoder
 from gqa_convert.data.model_tokenizer import end_of_text, sentinel_ids
-from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import Integers
-from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places
+from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places, SampleSettings
 from gqa_convert.data.sources import Source, TextSource
 from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import DataError
@@ -165,6 +164,9 @@ class SpanSampler(BlockSampler):
     """Corrupted blocks of token files, cut one behind the other. The tokens left over in an epoch
     are fewer than a block. `sequence_length` is the tokens of the encoder's input.
     """
+
+    models = "an encoder-decoder"
+    reads = ("text",)
 
     def __init__(self, settings: SampleSettings) -> None:
         self._corruption = SpanCorruption(

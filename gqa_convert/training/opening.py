@@ -11,7 +11,8 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.model_tokenizer import decoder_start, starts_with_last
-from gqa_convert.data.objectives import OBJECTIVES, SampleSettings
+from gqa_convert.data.objectives import OBJECTIVES
+from gqa_convert.data.sampler import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize

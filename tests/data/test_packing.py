@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gqa_convert.data.objectives import SampleSettings
 from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.sampler import IGNORED, CausalSampler
+from gqa_convert.data.sampler import IGNORED, CausalSampler, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Mixture, Samples
 from tests.helpers.data_helpers import array_tokens
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gqa_convert.data.model_tokenizer import has_sentinels, sentinel_ids
-from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sampler import IGNORED
+from gqa_convert.data.sampler import IGNORED, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.data.span_corruption import (
     Shape,

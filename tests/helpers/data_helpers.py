@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import gqa_convert
 from gqa_convert.data import samples, token_files
 from gqa_convert.data.encoders import LAST
-from gqa_convert.data.objectives import SampleSettings
+from gqa_convert.data.sampler import SampleSettings
 from gqa_convert.data.sources import as_source
 from gqa_convert.data.token_files import TokenSource
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.objectives import SampleSettings
-from gqa_convert.data.sampler import Batch, Block, CausalSampler, Keys
+from gqa_convert.data.sampler import Batch, Block, CausalSampler, Keys, SampleSettings
 from gqa_convert.data.token_files import TokenSource
 
 
 class BackwardsSampler(CausalSampler):
     """Blocks of running text from their ends to their beginnings."""
+
+    reads = ("text",)
 
     def __init__(self, settings: SampleSettings) -> None:
         super().__init__(settings)

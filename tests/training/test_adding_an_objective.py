@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from gqa_convert.data.objectives import OBJECTIVES, Objective
+from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.estimate import estimate
 from gqa_convert.training.recipe import make_recipe
 from gqa_convert.training.tokenize_only import tokenize_recipe
 from tests.helpers.data_helpers import demo_tokenizer, open_samples
+from tests.helpers.toy_objective import BackwardsSampler
 from tests.helpers.uptrain_runs import losses, metrics, recipe, run, student_home, weights
 
 
@@ -25,12 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = Objective(
-        models="a decoder-only model",
-        reads=("text",),
-        sampler="tests.helpers.toy_objective:BackwardsSampler",
-    )
-    monkeypatch.setitem(OBJECTIVES, "backwards", entry)
+    monkeypatch.setitem(OBJECTIVES, "backwards", BackwardsSampler)
 
 
 def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path: Path) -> None:
