@@ -36,10 +36,6 @@ def shortened(text: Integers, longest: int) -> Integers:
 class PairSampler(Sampler):
     """Pairs of texts in a new order each epoch: what the encoder reads, and what the decoder learns
     to write. `sequence_length` is the most tokens of either text; longer ones are truncated.
-
-    Attributes:
-        raw_tokens: the mean number of tokens in a pair, over the sources by their shares; before
-            `measure`, the most.
     """
 
     models = "an encoder-decoder"
@@ -48,7 +44,7 @@ class PairSampler(Sampler):
     def __init__(self, settings: SampleSettings) -> None:
         super().__init__(settings)
         refuse_languages(settings.tokenizer)
-        self.raw_tokens = Fraction(2 * settings.length)
+        self.raw_tokens = 2 * settings.length
         self._start = settings.decoder_start or 0
         pad = settings.tokenizer.pad_token_id
         self._pad = self._start if pad is None else int(pad)
@@ -59,13 +55,13 @@ class PairSampler(Sampler):
         names = (source.source_field or "", source.target_field or "")
         return PairEncoder(self.settings.tokenizer, Fields(names, "pair"))
 
-    def measure(self, sources: Shares) -> None:
-        """See `Sampler.measure`."""
-        shares = sum(share for _, share in sources)
-        self.raw_tokens = Fraction(0)
+    def mean_tokens(self, sources: Shares) -> Fraction:
+        """See `Sampler.mean_tokens`."""
+        mean = Fraction(0)
         for tokens, share in sources:
             lengths = np.minimum(_lengths(tokens), self.settings.length)
-            self.raw_tokens += Fraction(share * int(lengths.sum()), shares * len(lengths))
+            mean += Fraction(share * int(lengths.sum()), len(lengths))
+        return mean / sum(share for _, share in sources)
 
     def tokens_for(self, samples: int) -> None:  # noqa: ARG002
         """Pairs are few compared with running text, and are read completely."""

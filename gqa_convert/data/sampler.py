@@ -72,7 +72,7 @@ class Sampler(ABC):
     Attributes:
         models: the kind of models that the objective trains.
         reads: the kinds of sources that it reads.
-        raw_tokens: the mean number of text tokens in a sample.
+        raw_tokens: the number of text tokens in a sample, or the most if samples differ.
         shortest: the fewest tokens that a source must have.
 
     Raises:
@@ -81,7 +81,7 @@ class Sampler(ABC):
 
     models: ModelKind
     reads: tuple[SourceKind, ...]
-    raw_tokens: int | Fraction
+    raw_tokens: int
     shortest: int = 1
 
     def __init__(self, settings: SampleSettings) -> None:
@@ -95,10 +95,9 @@ class Sampler(ABC):
             DataError: the source does not suit the objective, or the tokenizer not the source.
         """
 
-    def measure(self, sources: Shares) -> None:  # noqa: B027
-        """Set what depends on the data, from the tokens of each source and the source's share of
-        the samples.
-        """
+    def mean_tokens(self, sources: Shares) -> int | Fraction:  # noqa: ARG002
+        """The mean number of text tokens in a sample of sources with these shares."""
+        return self.raw_tokens
 
     @abstractmethod
     def tokens_for(self, samples: int) -> int | None:

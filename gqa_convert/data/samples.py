@@ -27,7 +27,7 @@ class Samples:
         seed: determines the order and the corruption.
 
     Attributes:
-        tokens_per_sample: the text tokens that a sample consumes (the mean if samples differ).
+        tokens_per_sample: the mean number of text tokens that a sample consumes.
         fingerprint: a hash of the tokens, the objective and the seed; equal fingerprints mean equal
             samples.
     """
@@ -40,8 +40,7 @@ class Samples:
         self._seed = seed
         self._mixture = Mixture([weight for _, weight in sources])
         shares = list(zip(self.sources, self._mixture.parts, strict=True))
-        sampler.measure(shares)
-        self.tokens_per_sample = sampler.raw_tokens
+        self.tokens_per_sample = sampler.mean_tokens(shares)
         self.fingerprint = _digest(shares, str(sampler.settings), str(seed))
 
     def batch(self, indices: Sequence[int]) -> Batch:
