@@ -1,4 +1,5 @@
-"""What `convert --calibration` would do with models of 7 to 70 billion parameters on GPUs of several sizes.
+"""What `convert --calibration` would do with models of 7 to 70 billion parameters on GPUs of several
+sizes and numbers.
 
     python -m benchmarks.dry_runs
 
@@ -9,16 +10,18 @@ docs/converting.md.
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.options import CalibrationOptions
+from gqa_convert.conversion.plan import make_plan
+from gqa_convert.conversion.resources import Needs, estimate_needs
 from gqa_convert.runtime.machine import STATED
 
-GPUS = (24, 48, 80)
-"""Free memory in GB."""
+GPUS = ((1, 24), (1, 48), (1, 80), (8, 80))
+"""How many there are, with a process each, and the free memory of each in GB."""
 
 
 class Shape(NamedTuple):
@@ -84,44 +87,28 @@ def write_sparse(folder: Path, shape: Shape) -> None:
         file.truncate(8 + len(written) + offset)
 
 
-def dry_run(source: Path, groups: int, free: int) -> dict[str, Any]:
-    """The estimate of a conversion where so many GB of a GPU are free."""
+def dry_run(source: Path, groups: int, processes: int, free: int) -> Needs:
+    """The estimate of a conversion where so many GB of each process's GPU are free."""
     machine = {"gpu_driver": True, "gpu": True, "bfloat16": True, "memory": free * 10**9}
-    command = [
-        "convert",
-        str(source),
-        "--groups",
-        str(groups),
-        "--calibration",
-        "python-stdlib",
-        "--dry-run",
-        "--json",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "gqa_convert", *command],
-        env=os.environ | {STATED: json.dumps(machine)},
-        capture_output=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)["estimate"]
-    return found
+    os.environ[STATED] = json.dumps(machine)
+    plan = make_plan(open_checkpoint(source), groups, method="fit")
+    return estimate_needs(plan, CalibrationOptions("python-stdlib"), processes)
 
 
 def main() -> None:
-    print("| model | N | GB free | memory asked for, GB | left out |")
+    print("| model | N | GPUs, GB free | memory of each asked for, GB | left out |")
     print("| --- | --- | --- | --- | --- |")
     for name, shape in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / name
             write_sparse(source, shape)
             heads = f"{shape.num_key_value_heads} -> {shape.groups}"
-            for free in GPUS:
-                found = dry_run(source, shape.groups, free)
-                asked = (
-                    f"{found['least_memory_bytes'] / 1e9:.0f} to {found['memory_bytes'] / 1e9:.0f}"
-                )
-                left_out = "; ".join(found["left_out"]) or "nothing"
-                print(f"| {name} | {heads} | {free} | {asked} | {left_out} |")
+            for processes, free in GPUS:
+                found = dry_run(source, shape.groups, processes, free)
+                sizes = (found.least_memory_bytes, found.memory_bytes)
+                asked = " to ".join(f"{nbytes / 1e9:.0f}" for nbytes in sizes)
+                left_out = "; ".join(found.left_out) or "nothing"
+                print(f"| {name} | {heads} | {processes} x {free} | {asked} | {left_out} |")
 
 
 if __name__ == "__main__":

@@ -149,6 +149,11 @@ def started() -> int:
     return 1 if _waiting_group is None else int(_waiting_group.size())
 
 
+def on_this_machine() -> int:
+    """How many processes of this run share a machine with this one."""
+    return _number("LOCAL_WORLD_SIZE") or 1
+
+
 def count() -> int:
     """How many processes do the present work: all of the run, or this one while the others wait for
     it.

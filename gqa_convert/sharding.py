@@ -5,8 +5,8 @@ accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` kee
 this is done here, from the same configuration.
 """
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gqa_convert.errors import LaunchError
@@ -156,3 +157,83 @@ def layers(model: Any) -> Iterator[Any]:
     for module in reversed(list(model.modules())):
         if type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer):
             yield module
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `shard` has sharded a model."""
+    return isinstance(model, FSDPModule)
+
+
+def shard_as(model: Any, module: Any) -> None:
+    """Shard a module that was added to a sharded model."""
+    fully_shard(module, mesh=next(model.parameters()).device_mesh)
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether this process holds a shard of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each process may hold a shard. Every process calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A whole tensor where another one of its shape is: on its device, or as shards."""
+    tensor = tensor.to(other.device)
+    if isinstance(other, DTensor):
+        return distribute_tensor(tensor, other.device_mesh, other.placements)
+    return tensor
+
+
+@contextmanager
+def weights_by_hand(model: Any, layers: Iterable[str]) -> Iterator[None]:
+    """A context in which FSDP2 gathers and frees nothing by itself, so that processes may run
+    different layers, end a pass early, and run unequally many. Weights outside the layers are whole
+    inside the context, those of a layer inside `whole_weights`. A model that is not sharded stays
+    as it is.
+
+    Args:
+        model: loaded on every process.
+        layers: the names of its layers.
+    """
+    within = {module for name in layers for module in model.get_submodule(name).modules()}
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    with ExitStack() as stack:
+        for module in sharded:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    owner = type(getattr(hook, "__self__", None))
+                    if owner.__module__.startswith("torch.distributed.fsdp"):
+                        stack.callback(hooks.__setitem__, key, hook)
+                        hooks[key] = _nothing
+        for module in sharded:
+            if module not in within:
+                stack.enter_context(_unsharded(module))
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A hook that changes nothing."""
+
+
+@contextmanager
+def whole_weights(module: Any) -> Iterator[None]:
+    """A context in which a module of a model, sharded or not, has whole weights. Every process
+    enters it.
+    """
+    with ExitStack() as stack:
+        for inner in module.modules():
+            if isinstance(inner, FSDPModule):
+                stack.enter_context(_unsharded(inner))
+        yield
+
+
+@contextmanager
+def _unsharded(module: FSDPModule) -> Iterator[None]:
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()

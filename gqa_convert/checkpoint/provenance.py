@@ -60,6 +60,13 @@ class CalibrationRecord(Result):
 
     left_out: tuple[str, ...] = ()
     """What was not done that is usually done, and why, in words."""
+    sharded: str = ""
+    """How processes divided the source's weights, in words; empty where each held all of them."""
+
+    def as_json(self) -> JsonObject:
+        """The record as plain data; `sharded` only where there is something to say."""
+        found = super().as_json()
+        return found if self.sharded else {key: found[key] for key in found if key != "sharded"}
 
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""

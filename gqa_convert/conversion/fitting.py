@@ -94,7 +94,7 @@ class FitWork:
         calibration: the batches.
         record: what is known of the calibration before the work.
         steps: that train all layers together; 0 for none.
-        recompute: see `Decisions`.
+        decisions: by the free memory, of the run that began the work.
     """
 
     plan: Plan
@@ -102,7 +102,7 @@ class FitWork:
     calibration: "Calibration"
     record: CalibrationRecord
     steps: int
-    recompute: bool = False
+    decisions: Decisions = field(default_factory=Decisions)
 
 
 def prepare_layers(
@@ -252,7 +252,7 @@ def _prepare_work(
         left_out=(*left_out, *more),
     )
     store.check("text", record.inputs())
-    mixed = again = shared = None
+    mixed = again = shared = sharded = None
     if calibration.mixed_in:
         mixed = (
             "mixed into the calibration text, so that other kinds of text are kept too: "
@@ -265,15 +265,20 @@ def _prepare_work(
         )
     if started() > 1:
         shared = f"{started()} processes divide the blocks among them"
-    for note in (mixed, calibration.warning, _left_out_note(more), again, shared):
+        if steps and decisions.sharded:
+            sharded = (
+                f"each of {started()} processes holds a share of the weights and of what the last "
+                "stage trains, since one device does not hold them"
+            )
+    for note in (mixed, calibration.warning, _left_out_note(more), again, shared, sharded):
         on_progress(tell(note=note))
     return FitWork(
         plan=plan,
         options=options,
         calibration=calibration,
-        record=record,
+        record=replace(record, sharded=sharded or ""),
         steps=steps,
-        recompute=decisions.recompute,
+        decisions=decisions,
     )
 
 
@@ -341,7 +346,8 @@ def fit_checkpoint(
     model = _load_source(work)
     _fit_layers(work, store, model, on_progress)
     at_end = partial(FitProgress, ALL_TOGETHER, work.steps, work.steps)
-    measured = partial(measure_divergence, plan, store, model, held_out)
+    on_host = work.decisions.on_host
+    measured = partial(measure_divergence, plan, store, model, held_out, on_host=on_host)
     kl = None
     if held_out:
         on_progress(at_end("measuring the result"))
@@ -355,7 +361,9 @@ def fit_checkpoint(
         try:
             steps = _train_together(work, store, model, request, on_progress)
         except (MemoryError, RuntimeError) as problem:
-            if work.options.kl_steps is not None or not is_out_of_memory(problem):
+            # other processes wait for this one, unless it ends
+            is_needed = work.options.kl_steps is not None or count() > 1
+            if is_needed or not is_out_of_memory(problem):
                 raise
             steps, sentence = 0, f"{LAST_STAGE}, because it ran out of memory"
             left_out = (*left_out, sentence)
@@ -386,7 +394,8 @@ def _load_source(work: FitWork) -> Any:
 
     device = chosen_device(work.options.device)
     halves = holds_halves(work.plan, device)
-    model = open_model(work.plan.checkpoint.local_folder, device=device, halves=halves)
+    folder, sharded = work.plan.checkpoint.local_folder, bool(work.record.sharded)
+    model = open_model(folder, device=device, halves=halves, sharded=sharded)
     is_offloaded = any(parameter.is_meta for parameter in model.parameters())
     if work.steps and is_offloaded:
         raise OptionError(
@@ -414,6 +423,7 @@ def _fit_layers(work: FitWork, store: SharedStore, model: Any, on_progress: OnPr
         seed=work.plan.seed,
         validation=len(validating),
         precision=precision_of(work.plan, running_device(model)),
+        on_host=work.decisions.on_host,
     )
     fit_layers(work.plan, store, model, [*fitted, *validating], options, on_progress)
 
@@ -441,7 +451,8 @@ def _train_together(
 
     data = work.calibration
     precision = precision_of(work.plan, running_device(model))
-    student = Student(work.plan, store, model, precision, recompute=work.recompute)
+    recompute = work.decisions.recompute
+    student = Student(work.plan, store, model, precision, recompute=recompute)
     stage = LastStage(
         steps=work.steps,
         seed=work.options.seed,
@@ -449,9 +460,9 @@ def _train_together(
         request=request,
     )
     learned, validation = [*data.fresh, *data.fitted], data.validation or data.fitted
-    steps, trained = train_together(student, store, learned, validation, stage, on_progress)
-    if trained is not None:
-        store.write(TOGETHER, student.tensors(trained), {})
+    steps, is_better = train_together(student, store, learned, validation, stage, on_progress)
+    if is_better:
+        store.write(TOGETHER, student.tensors(), {})
     store.discard(HALFWAY)
     return steps
 

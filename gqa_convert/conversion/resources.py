@@ -18,6 +18,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
 from gqa_convert.families.context_length import stated_count
 from gqa_convert.families.loading import is_encoder_decoder
+from gqa_convert.processes import on_this_machine, started
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.runtime.machine import (
     available_memory,
@@ -31,6 +32,8 @@ _KEPT_BYTES = 4 * 6
 """What waits between layers per token and unit of hidden_size: the residual stream and attention's input, of source and
 student, and two targets, in float32.
 """
+_KEPT_SHARE = 0.1
+"""Of a GPU's free memory, what waits between layers may take there."""
 _NUMPY_BASE = 92 << 20
 """Bytes of a process that has imported numpy, and of buffers."""
 _TORCH_BASE = 450 << 20
@@ -91,11 +94,17 @@ class Decisions:
         no_last_stage: why all layers are not trained together unasked; empty where they are.
         recompute: whether activations inside layers are computed again in that stage's backward passes, since they need
             too much memory to be kept. It takes a third more time and changes no gradient.
+        sharded: whether that stage needs the memory of several processes, each of which then holds
+            a share of the weights and of what is trained.
+        on_host: whether what waits between layers lies in the machine's memory, since it would take
+            too much of the GPU's. It changes no number.
     """
 
     no_own_text: str = ""
     no_last_stage: str = ""
     recompute: bool = False
+    sharded: bool = False
+    on_host: bool = False
 
     def left_out(self, plan: Plan, options: CalibrationOptions) -> tuple[str, ...]:
         """What is left out, and why, for users."""
@@ -115,12 +124,13 @@ class Decisions:
         )
 
 
-def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
+def decide(plan: Plan, options: CalibrationOptions, processes: int | None = None) -> Decisions:
     """Decide, by the memory that is free now, what is done beside fitting layer by layer.
 
     Args:
         plan: of the conversion.
         options: of its calibration.
+        processes: that would divide the work; by default those of this run.
     """
     if not plan.merge_method.trains:
         return Decisions()
@@ -134,9 +144,18 @@ def decide(plan: Plan, options: CalibrationOptions) -> Decisions:
         no_last_stage = (
             f"it takes hours on a CPU above {_MOST_PARAMETERS:,} parameters ({steps} runs it)"
         )
-    elif (needed := _last_stage_free(plan, options, recompute=True)) > free:
-        no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
-    return Decisions(no_own_text, no_last_stage, recompute)
+    processes = processes or started()
+    needed, sharded = _last_stage_free(plan, options, recompute=True), False
+    if needed > free:
+        shared = _sharded_free(plan, options, processes)
+        sharded = shared is not None and shared <= free
+        if not sharded and not no_last_stage:
+            no_last_stage = f"it needs {size(needed)} of free memory, and {device} has {size(free)}"
+            if shared is not None:
+                no_last_stage += f"; each of {processes} processes would need {size(shared)}"
+    kept = _KEPT_BYTES * wanted_tokens(plan, options) * hidden_size_of(plan) // processes
+    on_host = device != "cpu" and kept > _KEPT_SHARE * free
+    return Decisions(no_own_text, no_last_stage, recompute, sharded, on_host)
 
 
 def _writing_bytes(plan: Plan, device: str) -> int:
@@ -150,6 +169,30 @@ def _last_stage_free(plan: Plan, options: CalibrationOptions, *, recompute: bool
     weights = held_bytes(plan.checkpoint, halves=holds_halves(plan, device))
     beside = last_stage_bytes(plan, block_tokens(plan, options), device, recompute=recompute)
     return math.ceil(max(weights / WEIGHTS_SHARE, weights + beside / _STAGE_SHARE))
+
+
+def _sharded_free(plan: Plan, options: CalibrationOptions, processes: int) -> int | None:
+    """Where so much is free on the device of each of several processes, they train all layers
+    together with a share of the weights and of what is trained in each. Processes on CPUs share the
+    memory of their machine. None for a single process, and for encoder-decoders, whose layers need
+    more than hidden states.
+    """
+    if processes == 1 or is_encoder_decoder(plan.checkpoint.config):
+        return None
+    device, vocabulary = device_of(options), stated_count(plan.checkpoint.config, VOCABULARY_KEYS)
+    weights = held_bytes(plan.checkpoint, halves=holds_halves(plan, device))
+    # what lies outside the layers is needed whole, of the layers one and the next
+    entries = plan.checkpoint.entries.values()
+    outside = 4 * sum(entry.elements for entry in entries if vocabulary in entry.shape)
+    layers = 2 * max(0, weights - outside) // len(plan.layers)
+    trained = _trained_numbers(plan)
+    # of one layer what is trained, its gradients, and the buffer in which these are summed
+    gathered = 3 * 4 * trained // len(plan.merged_layers)
+    alone = last_stage_bytes(plan, block_tokens(plan, options), device, recompute=True)
+    beside = alone - 16 * trained * (processes - 1) // processes + gathered
+    held = weights // processes + outside + layers
+    needed = max(held / WEIGHTS_SHARE, held + beside / _STAGE_SHARE)
+    return math.ceil(needed * (on_this_machine() if device == "cpu" else 1))
 
 
 def is_reduced(plan: Plan, device: Any) -> bool:
@@ -201,12 +244,13 @@ def _torch_device(name: str) -> Any:
     return SimpleNamespace(type=name.partition(":")[0])
 
 
-def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
+def estimate_needs(plan: Plan, options: CalibrationOptions, processes: int | None = None) -> Needs:
     """Estimate the memory and the disk space of a conversion. Calibration data is not read.
 
     Args:
         plan: of the conversion.
         options: of its calibration.
+        processes: that would divide the work; by default those of this run.
     """
     tokens, device, work, rewritten = None, "cpu", plan.merge_method.name, 0
     memory = least = _NUMPY_BASE
@@ -232,15 +276,18 @@ def estimate_needs(plan: Plan, options: CalibrationOptions) -> Needs:
             # a layer's weights are in memory together where all others lie on the disk, or a large tensor
             tensors = [entry.elements for entry in plan.checkpoint.entries.values()]
             least = running + 4 * max(*tensors, sum(tensors) // len(plan.layers))
-            if mixes(plan, options):
-                memory = max(memory, _writing_bytes(plan, device))
+            writing = _writing_bytes(plan, device) if mixes(plan, options) else 0
+            memory = max(memory, writing)
             steps = steps_together(plan, options)
             if steps and (options.kl_steps is not None or not is_slow(plan, device)):
-                memory = max(memory, running + _last_stage_free(plan, options, recompute=True))
+                stage = _last_stage_free(plan, options, recompute=True)
+                shared = _sharded_free(plan, options, processes or started())
+                stage = stage if shared is None else min(stage, shared)
+                memory = max(writing, running + stage)
                 work += f", then up to {steps:,} steps on all layers together"
                 if options.kl_steps is not None:
                     least, offloaded = memory, 0
-            left_out = decide(plan, options).left_out(plan, options)
+            left_out = decide(plan, options, processes).left_out(plan, options)
     return Needs(
         work=work,
         layers=len(plan.merged_layers),
@@ -302,18 +349,24 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
     in float32, and in bfloat16 where products are made in it and nothing is computed again; and what a sequence keeps for its backward pass, logits of
     student and source included.
     """
-    hidden_size, rows = hidden_size_of(plan), 0
-    for layer, groups in plan.merged_layers:
-        rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
+    hidden_size = hidden_size_of(plan)
     # a fused projection runs with the rows of its shared heads repeated
     repeated = 4 * sum(
         math.prod(change.before) for change in plan.changes if len(change.sections) > 1
     )
     copied = not recompute and is_reduced(plan, _torch_device(device))
-    trained = rows * hidden_size * (4 * 4 + (2 if copied else 0))
+    trained = _trained_numbers(plan) * (4 * 4 + (2 if copied else 0))
     kept = _ACTIVATIONS + len(plan.layers) if recompute else _ACTIVATIONS * len(plan.layers)
     logits = 3 * (stated_count(plan.checkpoint.config, VOCABULARY_KEYS) or 0)
     return _STAGE_BASE + trained + repeated + 4 * tokens * (kept * hidden_size + logits)
+
+
+def _trained_numbers(plan: Plan) -> int:
+    """How many numbers the projections of all merged layers have."""
+    rows = 0
+    for layer, groups in plan.merged_layers:
+        rows += (layer.key_head_dim + layer.value_head_dim) * (layer.heads + groups)
+    return rows * hidden_size_of(plan)
 
 
 def hidden_size_of(plan: Plan) -> int:

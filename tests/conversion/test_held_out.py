@@ -105,9 +105,9 @@ def test_text_that_is_held_out_decides_nothing(
     judged: list[Any] = []
     judge = last_stage.Student.divergence
 
-    def noted(student: Any, batches: Any, weights: Any) -> float:
+    def noted(student: Any, batches: Any) -> float:
         judged.extend(batches)
-        return judge(student, batches, weights)
+        return judge(student, batches)
 
     monkeypatch.setattr(last_stage.Student, "divergence", noted)
     measured = set()

@@ -101,8 +101,9 @@ def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> N
         fit(plan, store, batches, steps=0)
         student = Student(plan, store, case.model, nullcontext)
     trained = 0
-    for weights in student.weights:
-        trained += sum(tensor.nbytes for name, tensor in weights.items() if name.endswith("weight"))
+    for layer in student.layers:
+        named = layer.named().items()
+        trained += sum(tensor.nbytes for name, tensor in named if name.endswith("weight"))
     fused = sum(tensor.nbytes for key, tensor in case.model.named_parameters() if "c_attn" in key)
     assert bool(fused) is (name == "gpt2")
     assert (

@@ -1,7 +1,9 @@
-"""Batches of a model's inputs, and the calls of an attention module on them, which can be repeated with any weights."""
+"""Batches of a model's inputs, and the calls of an attention module on them, which can be repeated
+with any weights.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ _TOKENS_TOGETHER = 512
 _BEGINNINGS = 0.06
 """How many of a text's tokens are also read as the beginning of a block."""
 MASSIVE = 5.0
-"""How many times as long as their median a state is that counts as massive (Sun et al. 2024, section 2)."""
+"""How many times as long as their median a state is that counts as massive (Sun et al. 2024,
+section 2).
+"""
 
 
 def parts_of(batch: Batch) -> list[Batch]:
@@ -31,8 +35,8 @@ def parts_of(batch: Batch) -> list[Batch]:
 
 
 def own_rows(batches: Sequence[Batch]) -> dict[int, Batch]:
-    """The rows that this process reads, by the numbers of their batches: of all rows, every one in as many as there are
-    processes.
+    """The rows that this process reads, by the numbers of their batches: of all rows, every one in
+    as many as there are processes.
     """
     found: dict[int, Batch] = {}
     before, every = 0, count()
@@ -47,13 +51,15 @@ def own_rows(batches: Sequence[Batch]) -> dict[int, Batch]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of an attention module: B sequences of L positions, d numbers each, none of them padding.
+    """One call of an attention module: B sequences of L positions, d numbers each, none of them
+    padding.
 
     Attributes:
         hidden: [B, L, d], the states that queries are projected from: the first argument.
         output: [B, L, d], the contribution to the residual stream that the source's weights yield.
         target: [B, L, d], the contribution that would bring the residual stream to the source's.
-        weights: [B, L], how much an error counts at each position.
+        weights: [B, L], how much an error counts at each position; on the model's device, where the
+            other three need not be.
         number: of the batch.
         all_rows: B, of the batch in all processes.
     """
@@ -75,7 +81,9 @@ class AttentionCall:
 
     @property
     def states(self) -> Tensor:
-        """[B, S, d], the states that keys and values are projected from: `hidden`, or an encoder's output."""
+        """[B, S, d], the states that keys and values are projected from: `hidden`, or an encoder's
+        output.
+        """
         named = map(self.kwargs.get, _STATES)
         return next((states for states in named if isinstance(states, Tensor)), self.hidden)
 
@@ -88,19 +96,29 @@ class AttentionCall:
         return (tensor.float().square().sum(-1).double() * self.weights).sum()
 
 
-def beginnings(batches: Sequence[Batch], text: Sequence[Batch]) -> list[Batch]:
-    """Blocks that hold nothing but their beginning: evenly spread tokens of a text, each by itself, or behind the token with
-    which all of its blocks begin.
+def here(calls: Iterable[AttentionCall]) -> Iterator[AttentionCall]:
+    """Calls with all of their tensors on the model's device, one at a time."""
+    for call in calls:
+        device = call.weights.device
+        moved = {name: getattr(call, name).to(device) for name in ("hidden", "output", "target")}
+        yield replace(call, **moved)
 
-    To the first token of a block most heads of all later positions attend, as to a sink (Xiao et al. 2023, section 3), and
-    some models give it a massive state. A text of a few dozen blocks shows a few dozen first tokens.
+
+def beginnings(batches: Sequence[Batch], text: Sequence[Batch]) -> list[Batch]:
+    """Blocks that hold nothing but their beginning: evenly spread tokens of a text, each by itself,
+    or behind the token with which all of its blocks begin.
+
+    To the first token of a block most heads of all later positions attend, as to a sink (Xiao et
+    al. 2023, section 3), and some models give it a massive state. A text of a few dozen blocks
+    shows a few dozen first tokens.
 
     Args:
         batches: whose tokens are read.
         text: all batches, which tell whether blocks begin with one token.
 
     Returns:
-        Batches of these blocks; none for an encoder-decoder, whose decoder always begins with the same token.
+        Batches of these blocks; none for an encoder-decoder, whose decoder always begins with the
+        same token.
     """
     if not batches or "decoder_input_ids" in batches[0]:
         return []
@@ -137,7 +155,8 @@ class CapturedAttention:
             call: one of `calls`.
 
         Returns:
-            The contribution [B, L, d], and the input of the output projection [B, L, heads * head_dim].
+            The contribution [B, L, d], and the input of the output projection [B, L, heads *
+            head_dim].
         """
         seen: list[Tensor] = []
         projection = self.module.get_submodule(self.projection)

@@ -1,13 +1,14 @@
-"""The last stage of `fit`: trains the merged projections of all layers together to predict what the source predicts
-(Hinton et al. 2015, section 2).
+"""The last stage of `fit`: trains the merged projections of all layers together to predict what the
+source predicts (Hinton et al. 2015, section 2).
 
-The source and the student are one loaded model, run with the weights of either, so that the student costs no more than
-its attention. The stage needs the whole model in memory; larger models skip it.
+The source and the student are one loaded model, run with the weights of either, so that the student
+costs no more than its attention. The stage needs the whole model in memory, or a share of it in
+each of several processes (FSDP2; Zhao et al. 2023); larger models skip it.
 """
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,26 +21,66 @@ from torch.utils.checkpoint import checkpoint
 from gqa_convert.conversion.calibration.streams import Batch, tokens_of
 from gqa_convert.conversion.layers.attention_calls import own_rows, parts_of
 from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
-from gqa_convert.conversion.layers.layer_walk import list_elements
 from gqa_convert.conversion.layers.merged_attention import MergedAttention
-from gqa_convert.conversion.layers.model_loading import Precision, find_modules, wrapped_forward
+from gqa_convert.conversion.layers.model_loading import (
+    Precision,
+    find_modules,
+    list_elements,
+    wrapped_forward,
+)
 from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.layers.source_layers import attention_of
+from gqa_convert.conversion.layers.source_layers import layout_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
-from gqa_convert.merging.attention_heads import LayerLayout, Tensors
-from gqa_convert.processes import by_first, total
+from gqa_convert.merging.attention_heads import Tensors
+from gqa_convert.processes import by_first, count, gathered, rank, total
 from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.sharding import is_sharded, shard_as, whole
 
 RATE = 0.005
 """Of `RelativeAdam`."""
 SAVED_EVERY = 600.0
 """Seconds of the stage that a kill may cost."""
 WORTHWHILE = 0.02
-"""Nats per token: where the divergence after the layers is smaller, the stage gains too little for its time."""
-AllWeights = Sequence[Mapping[str, Tensor]]
-"""Weights and biases of each merged layer."""
+"""Nats per token: where the divergence after the layers is smaller, the stage gains too little for
+its time.
+"""
+_TRAINED = "gqa_trained"
+"""The name inside an attention module under which its merged layer is added."""
+
+
+class TrainedLayer(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A merged layer, inside the attention module in whose place it computes. FSDP2 shards it as it
+    does other modules: the tensors are whole while `forward` runs, and while its gradients are
+    made.
+
+    Args:
+        merged: the layer, which is emptied.
+    """
+
+    def __init__(self, merged: MergedAttention) -> None:
+        super().__init__()
+        self._merged = merged
+        self._names = [*merged.tensors]
+        self.tensors = torch.nn.ParameterList(merged.tensors.values())
+        merged.tensors = {}  # so that nothing holds whole tensors where these are sharded
+
+    def named(self) -> dict[str, Tensor]:
+        """Weights and biases by name, in float32; training changes them."""
+        return dict(zip(self._names, self.tensors, strict=True))
+
+    def forward(self, attend: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the attention module's own `forward`, which is `attend`, computes with them."""
+        with self._merged.installed(self.named()):
+            return attend(*args, **kwargs)
+
+    def published(self) -> Tensors:
+        """The tensors as they are published, on the first process. Every process calls this."""
+        tensors = {name: whole(tensor.detach()) for name, tensor in self.named().items()}
+        if rank():
+            return {}
+        return self._merged.layout.in_result_types(self._merged.arrays(tensors))
 
 
 class Student:
@@ -48,13 +89,14 @@ class Student:
     Args:
         plan: of the conversion.
         store: with all its layers.
-        model: the loaded source, all in memory; it is unchanged outside `installed`.
+        model: the loaded source, all in memory, of this process or in shards; it computes what it
+            did outside `installed`.
         precision: of the forward passes of a step.
-        recompute: whether activations inside a layer are computed again in the backward pass (Chen et al. 2016, section 4)
-            in place of being kept; the gradients are the same.
+        recompute: whether activations inside a layer are computed again in the backward pass (Chen
+            et al. 2016, section 4) in place of being kept; the gradients are the same.
 
     Attributes:
-        weights: of each layer, as the store has them; training changes them.
+        layers: what is trained, as the store has it in the beginning.
     """
 
     def __init__(
@@ -67,41 +109,37 @@ class Student:
         recompute: bool = False,
     ) -> None:
         self.model, self.precision = model, precision
-        finder = attention_of(plan)
+        self.is_sharded = is_sharded(model)
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
-        self._layouts = [LayerLayout(finder, layer) for layer, _ in plan.merged_layers]
-        self._layers: list[MergedAttention] = []
-        for number, (layer, groups) in enumerate(plan.merged_layers):
-            tensors, module = (
-                store.read(layer_key(number)),
-                model.get_submodule(names[layer.module]),
-            )
-            self._layers.append(MergedAttention(self._layouts[number], tensors, groups, module))
-        self.weights = [layer.tensors for layer in self._layers]
         self._recomputed = [*list_elements(model, names.values())] if recompute else []
+        self._modules = [model.get_submodule(name) for name in names.values()]
+        self.layers: list[TrainedLayer] = []
+        for number, module in enumerate(self._modules):
+            tensors = store.read(layer_key(number))
+            layout, groups = layout_of(plan, number)
+            trained = TrainedLayer(MergedAttention(layout, tensors, groups, module))
+            module.add_module(_TRAINED, trained)
+            if self.is_sharded:
+                shard_as(model, trained)
+            self.layers.append(trained)
 
     @contextmanager
-    def installed(self, weights: AllWeights) -> Iterator[None]:
-        """A context in which the model runs with these weights."""
+    def installed(self) -> Iterator[None]:
+        """A context in which the model runs with the weights of the merged layers. It must last
+        until the backward pass is over, which computes activations again if `recompute` says so.
+        """
         with ExitStack() as stack:
-            for layer, own in zip(self._layers, weights, strict=True):
-                stack.enter_context(layer.installed(own))
-            yield
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A context in which layers are called as `recompute` says; it must last until the backward pass is over."""
-        with ExitStack() as stack:
-            if (
-                self._recomputed
-            ):  # what autocast would keep of the weights in 16 bits is made again too
+            for trained, module in zip(self.layers, self._modules, strict=True):
+                attend: Any = partial(trained.__call__, module.forward)
+                stack.enter_context(wrapped_forward(module, attend))
+            if self._recomputed:
+                # what autocast would keep of the weights in 16 bits is made again too
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             for name in self._recomputed:
                 layer = self.model.get_submodule(name)
-                again = partial(
-                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-                )
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                again = partial(checkpoint, layer.forward, **options)
                 stack.enter_context(wrapped_forward(layer, again))
             yield
 
@@ -111,23 +149,37 @@ class Student:
         logits: Tensor = self.model(**moved, use_cache=False).logits
         return logits
 
-    def divergence(self, batches: Sequence[Batch], weights: AllWeights) -> float:
+    def in_step(self, own: Sequence[Batch], batch: Batch) -> list[tuple[Batch, float]]:
+        """What this process reads, and how much it counts. Where weights are sharded, every process
+        runs the model equally often: one that has less to read reads something that does not count.
+
+        Args:
+            own: rows of this process.
+            batch: any, of which some rows do not count.
+        """
+        passes = [(part, 1.0) for part in own]
+        if self.is_sharded:
+            idle = max(gathered(len(own))) - len(own)
+            passes += [(parts_of(batch)[0], 0.0)] * idle
+        return passes
+
+    def divergence(self, batches: Sequence[Batch]) -> float:
         """KL(source || student), in nats per token."""
         own = 0.0
+        rows = [*own_rows(batches).values()]
         with torch.no_grad():
-            for batch in own_rows(batches).values():
+            for batch, counts in self.in_step(rows, batches[0]):
                 wanted = self.logits(batch)
-                with self.installed(weights):
-                    own += float(summed_divergence(self.logits(batch), wanted))
+                with self.installed():
+                    own += counts * float(summed_divergence(self.logits(batch), wanted))
         divergence: float = total(own) / sum(tokens_of(batch).numel() for batch in batches)
         return divergence
 
-    def tensors(self, weights: AllWeights) -> Tensors:
-        """Weights as they are published."""
+    def tensors(self) -> Tensors:
+        """All weights as they are published, on the first process. Every process calls this."""
         made: Tensors = {}
-        for layer, layout, own in zip(self._layers, self._layouts, weights, strict=True):
-            arrays = {name: tensor.cpu().numpy() for name, tensor in layer.joined(own).items()}
-            made |= layout.in_result_types(arrays)
+        for layer in self.layers:
+            made |= layer.published()
         return made
 
 
@@ -139,7 +191,8 @@ class LastStage:
         steps: batches to see.
         seed: of their order.
         least: the divergence, in nats per token, below which nothing is done.
-        request: what the stage depends on beside the layers, plain data; what was saved for another request is not used.
+        request: what the stage depends on beside the layers, plain data; what was saved for another
+            request is not used.
     """
 
     steps: int
@@ -155,62 +208,69 @@ def train_together(
     validation: Sequence[Batch],
     options: LastStage,
     on_progress: OnProgress,
-) -> tuple[int, AllWeights | None]:
+) -> tuple[int, bool]:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
-        student: whose `weights` are trained.
+        student: whose layers are trained.
         store: keeps the state every `SAVED_EVERY` seconds; one that it has is gone on with.
         batches: to learn from.
-        validation: other batches, at least one, which decide whether it is worth its time, and whether it helped.
+        validation: other batches, at least one, which decide whether it is worth its time, and
+            whether it helped.
         options: of the stage.
         on_progress: called as steps are taken.
 
     Returns:
-        The steps taken, 0 if there was too little to gain; and trained weights, None if they predict no better than those
-        at the start.
+        The steps taken, 0 if there was too little to gain; and whether the student predicts better
+        than at the start.
     """
     steps = options.steps
     on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = student.divergence(validation, student.weights)
+    before = student.divergence(validation)
     if before < options.least:
-        return 0, None
-    optimizer = RelativeAdam(student.weights, RATE, steps)
+        return 0, False
+    optimizer = RelativeAdam([layer.named() for layer in student.layers], RATE, steps)
     taken = _restore(optimizer, store, options.request)
     saved = time.monotonic()
     rows = own_rows(batches)
     for number in batch_order(len(batches), steps, options.seed)[taken:]:
         own = parts_of(rows[number]) if number in rows else []
-        for part in own:  # a backward pass needs memory for a part
-            with torch.no_grad(), student.precision():
-                wanted = student.logits(part)
-            with (
-                torch.enable_grad(),
-                student.precision(),
-                student.installed(optimizer.layers),
-                student.recomputing(),
-            ):
-                divergence = summed_divergence(student.logits(part), wanted)
-                torch.autograd.backward(divergence / tokens_of(batches[number]).numel())
+        for part, counts in student.in_step(own, batches[number]):
+            _add_gradients(student, part, counts, tokens_of(batches[number]).numel())
         optimizer.step()
         taken += 1
         on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
         is_late = by_first(partial(operator.gt, time.monotonic() - saved, SAVED_EVERY))
         if is_late and taken < steps:
-            state = {name: tensor.cpu().numpy() for name, tensor in optimizer.state().items()}
-            store.write(HALFWAY, state, {"request": options.request, "taken": taken})
+            store.write(HALFWAY, optimizer.state(), {"request": options.request, "taken": taken})
             saved = time.monotonic()
-    after = student.divergence(validation, optimizer.layers)
-    return steps, optimizer.results() if after < before else None
+    return steps, student.divergence(validation) < before
+
+
+def _add_gradients(student: Student, part: Batch, counts: float, tokens: int) -> None:
+    """Add the gradients of the divergence on a part of a batch, as much as the part counts.
+
+    Args:
+        student: whose layers get gradients.
+        part: a backward pass needs memory for it alone.
+        counts: see `Student.in_step`.
+        tokens: of the whole batch in all processes.
+    """
+    with torch.no_grad(), student.precision():
+        wanted = student.logits(part)
+    if student.is_sharded:
+        counts *= count()  # FSDP2 averages what is to be summed
+    with torch.enable_grad(), student.precision(), student.installed():
+        divergence = summed_divergence(student.logits(part), wanted)
+        torch.autograd.backward(divergence * counts / tokens)
 
 
 def _restore(optimizer: RelativeAdam, store: SharedStore, request: JsonObject) -> int:
-    """Go on with what an interrupted run has saved; returns the steps that it had taken, 0 if there is none."""
+    """Go on with what an interrupted run has saved; returns the steps that it had taken, 0 if there
+    is none.
+    """
     saved = store.record(HALFWAY)
     if saved is None or saved["request"] != request:
         return 0
-    optimizer.restore(
-        {name: torch.from_numpy(array) for name, array in store.read(HALFWAY).items()},
-        saved["taken"],
-    )
+    optimizer.restore(partial(store.read_one, HALFWAY), saved["taken"])
     return int(saved["taken"])

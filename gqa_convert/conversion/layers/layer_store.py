@@ -1,7 +1,8 @@
 """Keeps merged layers on disk until the result is written, so that a killed run resumes.
 
-Each layer is one safetensors file with its tensors: K/V heads once, as they are published. Its record is JSON in the
-metadata of the file. The last stage is one more such file, with the trained tensors of all layers.
+Each layer is one safetensors file with its tensors: K/V heads once, as they are published. Its
+record is JSON in the metadata of the file. The last stage is one more such file, with the trained
+tensors of all layers.
 """
 
 import json
@@ -10,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,12 @@ class LayerRecord:
 
     Attributes:
         module: the attention module, as the checkpoint names it.
-        errors: relative errors in root mean square, by their names in `gqa_conversion.json`: of the attention scores
-            (`keys`) and of what the values contribute (`values`), or on calibration data of the target output
-            (`output`).
+        errors: relative errors in root mean square, by their names in `gqa_conversion.json`: of the
+            attention scores (`keys`) and of what the values contribute (`values`), or on
+            calibration data of the target output (`output`).
         head_order: the source's K/V heads in the order in which they were merged.
-        error_vs_mean: the share of mean pooling's squared error that remains, against the source's attention of the
-            same inputs; None without calibration data.
+        error_vs_mean: the share of mean pooling's squared error that remains, against the source's
+            attention of the same inputs; None without calibration data.
     """
 
     module: str
@@ -63,7 +63,8 @@ class LayerStore:
     Args:
         out: the folder that the result will have.
         fingerprint: what the layers depend on, such as source and method.
-        keep: whether the layers stay when an error or a signal ends the work, so that the next run resumes.
+        keep: whether the layers stay when an error or a signal ends the work, so that the next run
+            resumes.
 
     Raises:
         OutputError: another run has locked it, or it holds layers that depend on something else.
@@ -113,7 +114,8 @@ class LayerStore:
         return self._state[name]
 
     def check(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """Settle what stored layers depend on, and refuse to go on with layers that depend on something else.
+        """Settle what stored layers depend on, and refuse to go on with layers that depend on
+        something else.
 
         Raises:
             OutputError: they do.
@@ -124,8 +126,9 @@ class LayerStore:
         if differing:
             count = len([*self.path.glob("*.safetensors")])
             raise OutputError(
-                f"{self.path} keeps {count} merged layers of an interrupted run with another {', '.join(differing)}: "
-                "repeat that run's command to go on with it, delete this folder, or name another OUT"
+                f"{self.path} keeps {count} merged layers of an interrupted run with another "
+                f"{', '.join(differing)}: repeat that run's command to go on with it, delete this "
+                "folder, or name another OUT"
             )
 
     def _take_lock(self) -> int | None:
@@ -140,16 +143,12 @@ class LayerStore:
                 return None
             if lock is None:
                 raise OutputError(
-                    f"another run is making {self._out} ({self.path} is locked): wait for it, or name another folder"
+                    f"another run is making {self._out} ({self.path} is locked): wait for it, or "
+                    "name another folder"
                 )
             return lock
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         kept = error is not None and self._keep and any(self.path.glob("*.safetensors"))
         if not kept:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -158,7 +157,8 @@ class LayerStore:
         if kept and isinstance(error, InterruptedRunError):
             stopped = str(error).partition(":")[0]
             raise InterruptedRunError(
-                f"{stopped}: merged layers are kept in {self.path}, and the same command resumes from there"
+                f"{stopped}: merged layers are kept in {self.path}, and the same command resumes "
+                "from there"
             ) from None
 
     def write(self, name: str, tensors: Mapping[str, Array], record: JsonObject) -> None:
@@ -167,7 +167,9 @@ class LayerStore:
         write_whole(self._file(name), save(arrays, {"record": json.dumps(record)}))
 
     def record(self, name: str) -> JsonObject | None:
-        """What `write` was given; None where nothing is stored, or where a failing disk has damaged it."""
+        """What `write` was given; None where nothing is stored, or where a failing disk has damaged
+        it.
+        """
         try:
             with safe_open(self._file(name), "np") as stored:
                 record: JsonObject = json.loads(stored.metadata()["record"])
@@ -185,8 +187,16 @@ class LayerStore:
         found: dict[str, Array] = load_file(self._file(name))
         return found
 
+    def read_one(self, name: str, key: str) -> Array:
+        """One of the stored tensors."""
+        with safe_open(self._file(name), "np") as stored:
+            array: Array = stored.get_tensor(key)
+            return array
+
     def read_result(self, number: int) -> dict[str, Array]:
-        """The tensors of a layer of a plan as the result has them: those of the last stage where it changed them."""
+        """The tensors of a layer of a plan as the result has them: those of the last stage where it
+        changed them.
+        """
         found = self.read(layer_key(number))
         if self.record(TOGETHER) is not None:
             with safe_open(self._file(TOGETHER), "np") as stored:
@@ -217,5 +227,7 @@ class SharedStore:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        """A method of `LayerStore`, which every process calls, and which returns what it returned on the first one."""
+        """A method of `LayerStore`, which every process calls, and which returns what it returned
+        on the first one.
+        """
         return lambda *arguments: by_first(lambda: getattr(self._store, name)(*arguments))

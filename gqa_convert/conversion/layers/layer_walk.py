@@ -1,17 +1,19 @@
-"""Walks through a loaded model layer by layer, with the source and students whose attention has other weights.
+"""Walks through a loaded model layer by layer, with the source and students whose attention has
+other weights.
 
-One ordinary pass over a little text surveys the model: in which order its layers are called, what they return, and where
-attention's output enters the residual stream. Then each batch is shown to the model once, to record what every layer is
-called with besides hidden states; layers that return nothing but hidden states are not computed for this. From there on,
-each `Stream` runs one layer at a time on the hidden states that it keeps. A student's layers read the arguments that the
-source's do, except those that come from an encoder, which each stream makes of its own encoder's output.
+One ordinary pass over a little text surveys the model: in which order its layers are called, what
+they return, and where attention's output enters the residual stream. Then each batch is shown to
+the model once, to record what every layer is called with besides hidden states; layers that return
+nothing but hidden states are not computed for this. From there on, each `Stream` runs one layer at
+a time on the hidden states that it keeps. A student's layers read the arguments that the source's
+do, except those that come from an encoder, which each stream makes of its own encoder's output.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from gqa_convert.conversion.layers.attention_calls import (
 )
 from gqa_convert.conversion.layers.model_loading import (
     find_modules,
+    list_elements,
     running_device,
     wrapped_forward,
 )
@@ -37,11 +40,15 @@ from gqa_convert.conversion.layers.residual_stream import (
 )
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
 from gqa_convert.processes import gathered
+from gqa_convert.sharding import is_sharded, whole_weights
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a layer or an attention module is called with behind hidden states, by position and by name."""
+"""What a layer or an attention module is called with behind hidden states, by position and by name.
+"""
 Recorded = tuple[Tensor, dict[str, Arguments]]
-"""The hidden states that enter a stack of layers, and what each of its layers is called with behind them, by name."""
+"""The hidden states that enter a stack of layers, and what each of its layers is called with behind
+them, by name.
+"""
 Installing = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which an attention module has a student's weights."""
 Replacements = Mapping[str, Installing]
@@ -59,7 +66,8 @@ class WalkedLayer(NamedTuple):
         name: in the loaded model.
         stack: the list of layers that it is an element of.
         attention: those of the named attention modules that lie in it, in the order of their calls.
-        others: what it returned behind hidden states when the model was surveyed; None where it returns a tensor.
+        others: what it returned behind hidden states when the model was surveyed; None where it
+            returns a tensor.
     """
 
     name: str
@@ -82,14 +90,16 @@ class LayerWalk:
 
     Args:
         model: a loaded model in evaluation mode; it is unchanged between calls.
-        batches: the inputs of the model, one mapping per batch; several processes divide their rows.
+        batches: the inputs of the model, one mapping per batch; several processes divide their
+            rows.
         names: the attention modules' names in the checkpoint.
         projection: the name of the output projection inside each of them.
         precision: the context of all forward passes.
 
     Raises:
         ConfigError: the model has no such module.
-        UnsupportedFamilyError: the model does not call each attention module once, each in a layer of a list.
+        UnsupportedFamilyError: the model does not call each attention module once, each in a layer
+            of a list.
     """
 
     def __init__(
@@ -100,75 +110,94 @@ class LayerWalk:
         projection: str,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.model, self.projection, self._precision = model, projection, precision
-        device = running_device(model)
+        self.model, self.projection, self.precision = model, projection, precision
+        self.device = running_device(model)
         self.all_rows = [len(tokens_of(batch)) for batch in batches]
+        # what this process reads, and the numbers of these batches
         own = own_rows(batches)
         self.numbers = [*own]
-        self.batches = [
-            {name: tensor.to(device) for name, tensor in batch.items()} for batch in own.values()
-        ]
+        self.batches = [self._moved(batch) for batch in own.values()]
+        self._few = self._moved(
+            {name: tensor[:1, :_SURVEYED] for name, tensor in batches[0].items()}
+        )
         self.modules = find_modules(model, names)
         self.places: dict[str, StreamPlace] = {}
         self.layers: list[WalkedLayer] = []
-        self._survey(
-            {name: tensor[:1, :_SURVEYED].to(device) for name, tensor in batches[0].items()}
-        )
+        self._survey()
         self.stacks = list(dict.fromkeys(layer.stack for layer in self.layers))
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def module(self, name: str) -> Any:
         """An attention module, by its name in the checkpoint."""
         return self.model.get_submodule(self.modules[name])
 
-    def _survey(self, few: Batch) -> None:
-        """Find the layers of all stacks in the order of their calls, by an ordinary pass over a few tokens."""
+    def _survey(self) -> None:
+        """Find the layers of all stacks in the order of their calls, by an ordinary pass over a few
+        tokens.
+        """
         called: list[str] = []
-
-        def surveyed(
-            stack: str, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            called.clear()
-            output = forward(*args, **kwargs)
-            inside = tuple(called)
-            with wrapped_forward(module, forward):
-                for attention in inside:
-                    projection = f"{self.modules[attention]}.{self.projection}"
-                    self.places[attention] = find_stream(
-                        self.model, name, projection, partial(module, *args, **kwargs)
-                    )
-            others = None if isinstance(output, Tensor) else tuple(output)[1:]
-            self.layers.append(WalkedLayer(name, module, stack, inside, others))
-            return output
-
         with torch.no_grad(), ExitStack() as context:
             for name in self.modules:
-                noting = self.module(name).register_forward_pre_hook(
-                    lambda _, __, name=name: called.append(name)
-                )
-                context.enter_context(noting)
+                # the hook's arguments come behind
+                note = partial(_note, called, name)
+                context.enter_context(self.module(name).register_forward_pre_hook(note))
             for name, stack in list_elements(self.model, self.modules.values()).items():
                 module = self.model.get_submodule(name)
-                forward = partial(surveyed, stack, name, module, module.forward)
-                context.enter_context(wrapped_forward(module, forward))
-            self.model(**few, use_cache=False)
+                look = partial(self._look, called, WalkedLayer(name, module, stack, (), None))
+                context.enter_context(wrapped_forward(module, partial(look, module.forward)))
+            self.model(**self._few, use_cache=False)
         found = [name for layer in self.layers for name in layer.attention]
         for name in self.modules:
             if found.count(name) != 1:
                 raise UnsupportedFamilyError(
-                    f"running the model on text calls {name} {found.count(name)} times in its lists of layers, not once: it can't "
-                    "be calibrated; choose --method factor without calibration text"
+                    f"running the model on text calls {name} {found.count(name)} times in its "
+                    "lists of layers, not once: it can't be calibrated; choose --method factor "
+                    "without calibration text"
                 )
 
-    def streams(self, count: int) -> "list[Stream]":
-        """New streams at the first layer."""
-        recorded = [self.record(number, {}) for number in range(len(self.batches))]
-        return [Stream(self, recorded) for _ in range(count)]
+    def _look(
+        self, called: list[str], layer: WalkedLayer, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a layer as the model does, and add what it tells to `layers` and `places`.
 
-    def record(self, number: int, finished: Mapping[str, Tensor]) -> Recorded:
+        Args:
+            called: gets the names of attention modules when they are called.
+            layer: of which only the name and the place are known.
+            forward: the layer's own.
+        """
+        called.clear()
+        with whole_weights(layer.module), wrapped_forward(layer.module, forward):
+            output = forward(*args, **kwargs)
+            inside = tuple(called)
+            again = partial(layer.module, *args, **kwargs)
+            for name in inside:
+                projection = f"{self.modules[name]}.{self.projection}"
+                self.places[name] = find_stream(self.model, layer.name, projection, again)
+        others = None if isinstance(output, Tensor) else tuple(output)[1:]
+        self.layers.append(layer._replace(attention=inside, others=others))
+        return output
+
+    def streams(self, count: int, *, on_host: bool = False) -> "list[Stream]":
+        """New streams at the first layer.
+
+        Args:
+            count: of streams.
+            on_host: whether they keep hidden states in the machine's memory between layers.
+        """
+        passes = [*self.batches]
+        if is_sharded(self.model):
+            # a layer that is computed for what it returns is gathered by all processes together
+            passes += [self._few] * (max(gathered(len(passes))) - len(passes))
+        recorded = [self.record(batch, {}) for batch in passes][: len(self.batches)]
+        return [Stream(self, recorded, on_host=on_host) for _ in range(count)]
+
+    def record(self, batch: Batch, finished: Mapping[str, Tensor]) -> Recorded:
         """What enters the next stack on a batch.
 
         Args:
-            number: of the batch.
+            batch: on the model's device.
             finished: the hidden states that leave the stacks before it.
         """
         entering: list[Tensor] = []
@@ -180,43 +209,39 @@ class LayerWalk:
             entering.append(hidden)
             if layer is layers[-1]:
                 raise _Reached
-            return forward(*args, **kwargs) if layer.others else layer.returning(hidden)
+            if not layer.others:
+                return layer.returning(hidden)
+            with whole_weights(layer.module):
+                return forward(*args, **kwargs)
 
         with suppress(_Reached), ExitStack() as context:
             for layer in layers:
-                wrapped = wrapped_forward(
-                    layer.module, partial(recording, layer, layer.module.forward)
-                )
-                context.enter_context(wrapped)
-            self.run(number, finished)
+                forward = partial(recording, layer, layer.module.forward)
+                context.enter_context(wrapped_forward(layer.module, forward))
+            self.run(batch, finished)
         return entering[0], recorded
 
-    def run(self, number: int, finished: Mapping[str, Tensor]) -> Any:
-        """Run the model on a batch, where the layers of finished stacks return what leaves their stack.
+    def run(self, batch: Batch, finished: Mapping[str, Tensor]) -> Any:
+        """Run the model on a batch, where the layers of finished stacks return what leaves their
+        stack.
 
         Args:
-            number: of the batch.
+            batch: on the model's device.
             finished: the hidden states that leave each of these stacks.
         """
-        with self.running() as context:
+        leaving = self._moved(finished)
+        with torch.no_grad(), self.precision(), ExitStack() as context:
             for layer in self.layers:
-                if layer.stack in finished:
-                    output = layer.returning(finished[layer.stack])
-                    context.enter_context(
-                        wrapped_forward(layer.module, lambda *_, _output=output, **__: _output)
-                    )
-            return self.model(**self.batches[number], use_cache=False)
-
-    @contextmanager
-    def running(self) -> Iterator[ExitStack]:
-        """The context of forward passes."""
-        with torch.no_grad(), self._precision(), ExitStack() as context:
-            yield context
+                if layer.stack in leaving:
+                    forward = partial(_returned, layer.returning(leaving[layer.stack]))
+                    context.enter_context(wrapped_forward(layer.module, forward))
+            return self.model(**batch, use_cache=False)
 
     @contextmanager
     def watching(self, name: str, *, ends: bool = False) -> Iterator[dict[str, Any]]:
-        """A context that notes of the next call of an attention module: its `hidden` states and other `arguments`, the `output`
-        of its projection, and the residual `stream` with this, or the output where that becomes no part of the stream.
+        """A context that notes of the next call of an attention module: its `hidden` states and
+        other `arguments`, the `output` of its projection, and the residual `stream` with this, or
+        the output where that becomes no part of the stream.
 
         Args:
             name: of the module in the checkpoint.
@@ -227,9 +252,6 @@ class LayerWalk:
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen["hidden"], seen["arguments"] = hidden_first(args, kwargs)
 
-        def project(output: Tensor) -> None:
-            seen["output"] = output
-
         def arrive(stream: Tensor) -> None:
             if "output" in seen:  # the module may be called before attention too
                 seen["stream"] = stream
@@ -237,6 +259,7 @@ class LayerWalk:
                     raise _Reached
 
         place, module = self.places[name], self.module(name)
+        project = partial(seen.__setitem__, "output")
         with (
             suppress(_Reached),
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -254,13 +277,24 @@ class Stream:
     Args:
         walk: what it walks through.
         recorded: what enters the first stack on each batch.
+        on_host: whether hidden states are kept in the machine's memory.
     """
 
-    def __init__(self, walk: LayerWalk, recorded: Sequence[Recorded]) -> None:
+    def __init__(
+        self, walk: LayerWalk, recorded: Sequence[Recorded], *, on_host: bool = False
+    ) -> None:
         self._walk = walk
-        self._hidden = [{walk.stacks[0]: hidden} for hidden, _ in recorded]
+        self._place = torch.device("cpu") if on_host else walk.device
+        """Where hidden states are kept."""
+        self._hidden: list[dict[str, Tensor]] = [{} for _ in recorded]
         """Of each batch by stack: what leaves the finished ones, and where it is in the last."""
+        self._arrive(walk.stacks[0], recorded)
+
+    def _arrive(self, stack: str, recorded: Sequence[Recorded]) -> None:
+        """Begin a stack with what enters it on each batch."""
         self._arguments = [_with_own_mappings(arguments) for _, arguments in recorded]
+        for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
+            states[stack] = hidden.to(self._place)
 
     def advance(
         self, layer: WalkedLayer, weights: Replacements = SOURCE, watch: Sequence[str] = ()
@@ -273,17 +307,18 @@ class Stream:
             watch: names of attention modules in it, as the checkpoint has them.
 
         Returns:
-            By the names of `watch`, for each batch the residual stream with attention's contribution; the contribution
-            alone where it becomes no part of the stream.
+            By the names of `watch`, for each batch the residual stream with attention's
+            contribution; the contribution alone where it becomes no part of the stream.
         """
         streams: dict[str, list[Tensor]] = {name: [] for name in watch}
         self._enter(layer)
         for number, states in enumerate(self._hidden):
             with ExitStack() as context:
                 seen = {name: context.enter_context(self._walk.watching(name)) for name in watch}
-                states[layer.stack] = first_tensor(self._run(layer, number, weights))
+                output = self._run(layer, number, weights)
+            states[layer.stack] = first_tensor(output).to(self._place)
             for name in watch:
-                streams[name].append(seen[name]["stream"])
+                streams[name].append(seen[name]["stream"].to(self._place))
         return streams
 
     def attention(
@@ -293,7 +328,8 @@ class Stream:
         weights: Replacements = SOURCE,
         streams: Sequence[Tensor] | None = None,
     ) -> CapturedAttention:
-        """Run a layer on every batch up to the end of an attention module, with the source's weights in it.
+        """Run a layer on every batch up to the end of an attention module, with the source's
+        weights in it.
 
         Args:
             layer: the next one.
@@ -304,62 +340,53 @@ class Stream:
         Raises:
             NonFiniteError: it gets or yields NaN or Inf.
         """
-        walk = self._walk
+        walk, calls = self._walk, []
         self._enter(layer)
-        calls = []
-        counting = self._error_weights(streams)
-        for number in range(len(walk.batches)):
+        counting = [] if streams is None else _error_weights(streams)
+        for number, batch in enumerate(walk.numbers):
             with walk.watching(name, ends=True) as seen:
                 self._run(layer, number, weights)
             hidden, (args, kwargs) = seen["hidden"], seen["arguments"]
             output = target = seen["output"].reshape(*hidden.shape[:-1], -1)
+            counts = output.new_ones(output.shape[:-1])
             if streams is not None:
-                target = (
-                    output
-                    + (streams[number] - seen["stream"]).reshape(output.shape)
-                    / walk.places[name].factor
-                )
+                # what the student's residual stream misses
+                missing = streams[number].to(walk.device) - seen["stream"]
+                target = output + missing.reshape(output.shape) / walk.places[name].factor
+                counts = counting[number].to(walk.device).reshape(counts.shape)
             check_finite(name, hidden, output, target)
-            counts = counting[number] if streams is not None else output.new_ones(output.shape[:-1])
-            counts, batch = counts.reshape(output.shape[:-1]), walk.numbers[number]
             call = AttentionCall(
-                hidden, args, kwargs, output, target, counts, batch, walk.all_rows[batch]
+                hidden.to(self._place),
+                args,
+                kwargs,
+                output.to(self._place),
+                target.to(self._place),
+                counts,
+                batch,
+                walk.all_rows[batch],
             )
             calls.append(call)
         return CapturedAttention(
             name, walk.module(name), walk.projection, calls, len(walk.all_rows)
         )
 
-    @staticmethod
-    def _error_weights(streams: Sequence[Tensor] | None) -> list[Tensor]:
-        """How much an error counts at each position of the source's residual streams: 1, and less in a massive state, which
-        a norm divides by its length before anything reads it.
-        """
-        if streams is None:
-            return []
-        lengths = [stream.float().norm(dim=-1) for stream in streams]
-        known = gathered([each.flatten().cpu() for each in lengths])
-        median = torch.cat([each for process in known for each in process]).median()
-        return [_relative_weights(each, median.to(each.device)) for each in lengths]
-
     def _enter(self, layer: WalkedLayer) -> None:
         """Go on to the stack of a layer."""
         if self._hidden and layer.stack not in self._hidden[0]:
-            recorded = [self._walk.record(*each) for each in enumerate(self._hidden)]
-            self._arguments = [arguments for _, arguments in recorded]
-            for states, (hidden, _) in zip(self._hidden, recorded, strict=True):
-                states[layer.stack] = hidden
+            pairs = zip(self._walk.batches, self._hidden, strict=True)
+            self._arrive(layer.stack, [self._walk.record(*pair) for pair in pairs])
 
     def _run(self, layer: WalkedLayer, number: int, weights: Replacements) -> Any:
         args, kwargs = self._arguments[number][layer.name]
-        with self._walk.running() as context:
+        hidden = self._hidden[number][layer.stack].to(self._walk.device)
+        with torch.no_grad(), self._walk.precision(), ExitStack() as context:
             for installed in weights.values():
                 context.enter_context(installed())
-            return layer.module(self._hidden[number][layer.stack], *args, **kwargs)
+            return layer.module(hidden, *args, **kwargs)
 
     def norms(self, stack: str) -> tuple[float, float]:
-        """How long hidden states are, where this stream is in a stack: those at the first positions on average, and all
-        others.
+        """How long hidden states are, where this stream is in a stack: those at the first positions
+        on average, and all others.
         """
         states = [hidden[stack].float().norm(dim=-1) for hidden in self._hidden]
         first = torch.cat([norms[:, 0] for norms in states])
@@ -368,32 +395,31 @@ class Stream:
 
     def logits(self, number: int) -> Tensor:
         """The logits [B, L, vocabulary] of a batch, once all layers are passed."""
-        logits: Tensor = self._walk.run(number, self._hidden[number]).logits
+        walk = self._walk
+        logits: Tensor = walk.run(walk.batches[number], self._hidden[number]).logits
         return logits
 
 
-def _relative_weights(lengths: Tensor, median: Tensor) -> Tensor:
-    """1, and for massive states the square of their median length over theirs."""
-    return torch.where(lengths > MASSIVE * median, (median / lengths).square(), 1.0)
+def _note(called: list[str], name: str, *_: Any) -> None:
+    called.append(name)
 
 
-def list_elements(model: Any, modules: Iterable[str]) -> dict[str, str]:
-    """The layers of a model: the elements of the outermost module lists that hold attention modules, and the list of each.
+def _returned(output: Any, *_: Any, **__: Any) -> Any:
+    return output
 
-    Args:
-        model: a loaded model.
-        modules: the attention modules' names in it.
+
+def _error_weights(streams: Sequence[Tensor]) -> list[Tensor]:
+    """How much an error counts at each position of the source's residual streams: 1, and in a
+    massive state, which a norm divides by its length before anything reads it, the square of the
+    median length over its own.
     """
-    found: dict[str, str] = {}
-    for name in modules:
-        parents = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-        lists = [
-            each for each in parents if isinstance(model.get_submodule(each), torch.nn.ModuleList)
-        ]
-        for stack in lists[:1]:
-            found |= {
-                f"{stack}.{number}": stack for number in range(len(model.get_submodule(stack)))
-            }
+    lengths = [stream.float().norm(dim=-1) for stream in streams]
+    known = gathered([each.flatten().cpu() for each in lengths])
+    median = torch.cat([*chain.from_iterable(known)]).median()
+    found = []
+    for each in lengths:
+        middle = median.to(each.device)
+        found.append(torch.where(each > MASSIVE * middle, (middle / each).square(), 1.0))
     return found
 
 
@@ -405,12 +431,15 @@ def check_finite(name: str, *tensors: Tensor) -> None:
     """
     if not all(tensor.isfinite().all() for tensor in tensors):
         raise NonFiniteError(
-            f"the source yields NaN or Inf at {name} on the calibration text: check that its logits on this text are finite"
+            f"the source yields NaN or Inf at {name} on the calibration text: check that its "
+            "logits on this text are finite"
         )
 
 
 def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Arguments]:
-    """Hidden states, which are the first argument of every layer and of every attention module, and the other arguments."""
+    """Hidden states, which are the first argument of every layer and of every attention module, and
+    the other arguments.
+    """
     others = dict(kwargs)
     if "hidden_states" in others:
         return others.pop("hidden_states"), (args, others)
@@ -418,8 +447,8 @@ def hidden_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
 
 
 def _with_own_mappings(recorded: Mapping[str, Arguments]) -> dict[str, Arguments]:
-    """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping, one that no other stream
-    writes to.
+    """Arguments of a stream's own: where layers pass keys and values to later layers in a mapping,
+    one that no other stream writes to.
     """
     own: dict[int, Any] = {}
     found = {}

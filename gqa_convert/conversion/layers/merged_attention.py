@@ -1,4 +1,6 @@
-"""A merged layer inside the source's own attention module, whose code runs it and passes gradients to it."""
+"""A merged layer inside the source's own attention module, whose code runs it and passes gradients
+to it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,17 +14,19 @@ from gqa_convert.conversion.layers.source_layers import SourceLayer
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import layouts
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
-from gqa_convert.merging.factorisation import Array
 
 
 class _Projection(NamedTuple):
     """A weight or a bias of the result.
 
     Attributes:
-        parts: its names in `MergedAttention.tensors`; several where queries, keys and values are trained apart.
+        parts: its names in `MergedAttention.tensors`; several where queries, keys and values are
+            trained apart.
         axis: of its rows: Conv1D's weights are transposed, biases never.
-        rows: the numbers of the rows that are gathered; None where the module holds what the result does.
-        gates: which rows belong to gates, as a mask that broadcasts: they stay as they are. None without gates.
+        rows: the numbers of the rows that are gathered; None where the module holds what the result
+            does.
+        gates: which rows belong to gates, as a mask that broadcasts: they stay as they are. None
+            without gates.
     """
 
     parts: Sequence[str]
@@ -34,8 +38,9 @@ class _Projection(NamedTuple):
 class MergedAttention:
     """A merged layer, and the loaded module of the source in which it is installed.
 
-    The module has more K/V heads than the layer, so that the rows of a weight are gathered. Where a projection makes
-    nothing but keys or values, its output is repeated instead, and its product costs what few heads cost.
+    The module has more K/V heads than the layer, so that the rows of a weight are gathered. Where a
+    projection makes nothing but keys or values, its output is repeated instead, and its product
+    costs what few heads cost.
 
     Args:
         layout: of the source's layer.
@@ -44,73 +49,86 @@ class MergedAttention:
         module: the loaded module.
 
     Attributes:
-        tensors: the projections' weights and biases, in float32 on the module's device. Queries, keys and values of a fused
-            projection are apart, so that each is trained by its own size.
+        tensors: the projections' weights and biases, in float32 on the module's device. Queries,
+            keys and values of a fused projection are apart, so that each is trained by its own
+            size.
     """
 
     def __init__(self, layout: LayerLayout, tensors: Tensors, groups: int, module: Any) -> None:
-        self._module, self._prefix = module, f"{layout.layer.module}."
+        self.layout, self._module = layout, module
         self._groups, self._times = groups, layout.layer.kv_heads // groups
         self._device = next(module.parameters()).device
+        self._prefix = f"{layout.layer.module}."
         self.tensors: dict[str, Tensor] = {}
         self._projections: dict[str, _Projection] = {}
-        self._repeated: dict[str, Any] = {}
-        """Projections whose output is repeated, by name."""
+        self._repeated: set[Any] = set()
+        """Projections whose output is repeated."""
         for name, sections in layout.projections.items():
-            tensor, own = self._on_device(tensors[name]), layouts.regrouped(sections, groups)
-            axis = 1 if layout.transposed and tensor.ndim == 2 else 0
-            numbers = layouts.split(np.arange(tensor.shape[axis]), own)
-            roles = [section.role for section in own]
-            parts, pieces, gates, rows = [name], [tensor], None, None
-            if "gate" in roles:
-                mask = torch.from_numpy(
-                    np.isin(np.arange(len(tensor)), numbers[roles.index("gate")])
-                )
-                gates = mask.to(self._device).view(-1, *[1] * (tensor.ndim - 1))
-            elif len(roles) > 1:
-                parts = [f"{role}.{name}" for role in roles]
-                pieces = tensor.split([section.rows for section in own], axis)
-            self.tensors |= zip(parts, pieces, strict=True)
-            inside = name.removeprefix(self._prefix).rpartition(".")[0]
-            projection = module.get_submodule(inside)
-            if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
-                self._repeated[inside] = projection
-            elif any(section.merged for section in own):
-                for number, section in enumerate(own):
-                    if section.merged:
-                        numbers[number] = numbers[number].repeat(self._times, axis=0)
-                rows = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
-            self._projections[name] = _Projection(parts, axis, rows, gates)
+            self._add(name, self._on_device(tensors[name]), sections)
         for name in layout.output_names:
             if name in tensors:
                 self.tensors[name] = self._on_device(tensors[name])
                 self._projections[name] = _Projection([name])
-        self._gains = {
-            name.removeprefix(self._prefix): self._on_device(gain)
-            for name, gain in layout.merge_gains(tensors, layout.layer.kv_heads).items()
-        }
+        gains = layout.merge_gains(tensors, layout.layer.kv_heads)
+        self._gains = {name: self._on_device(gain) for name, gain in gains.items()}
 
-    def _on_device(self, array: Array) -> Tensor:
+    def _on_device(self, array: Any) -> Tensor:
         tensor = array if isinstance(array, Tensor) else torch.from_numpy(array.astype(np.float32))
         return tensor.to(self._device, torch.float32)
 
+    def _add(self, name: str, tensor: Tensor, sections: layouts.Sections) -> None:
+        """Add a weight or a bias that holds heads.
+
+        Args:
+            name: in the checkpoint.
+            tensor: of the result.
+            sections: of the source's rows.
+        """
+        own = layouts.regrouped(sections, self._groups)
+        axis = 1 if self.layout.transposed and tensor.ndim == 2 else 0
+        numbers = layouts.split(np.arange(tensor.shape[axis]), own)
+        roles = [section.role for section in own]
+        parts, pieces, gates, rows = [name], [tensor], None, None
+        # what is trained
+        if "gate" in roles:
+            gates = torch.zeros(len(tensor), *[1] * (tensor.ndim - 1), dtype=torch.bool)
+            gates[numbers[roles.index("gate")].flatten()] = True
+            gates = gates.to(self._device)
+        elif len(roles) > 1:
+            parts = [f"{role}.{name}" for role in roles]
+            pieces = tensor.split([section.rows for section in own], axis)
+        self.tensors |= zip(parts, pieces, strict=True)
+        # how the module's heads come of it
+        projection = self._module.get_submodule(self._inside(name).rpartition(".")[0])
+        merged = [section.merged for section in own]
+        if roles in (["key"], ["value"]) and type(projection) is torch.nn.Linear:
+            self._repeated.add(projection)
+        elif any(merged):
+            for number in np.flatnonzero(merged):
+                numbers[number] = numbers[number].repeat(self._times, axis=0)
+            rows = torch.from_numpy(layouts.join(numbers, sections)).to(self._device)
+        self._projections[name] = _Projection(parts, axis, rows, gates)
+
+    def _inside(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
     @contextmanager
-    def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def installed(self, tensors: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """A context in which the module computes what the layer does.
 
         Args:
             tensors: in place of `self.tensors`; gradients reach them.
         """
-        parameters = dict(self._gains)
-        for name, tensor in self.joined(tensors).items():
+        parameters = {self._inside(name): gain for name, gain in self._gains.items()}
+        for name, tensor in self.joined(tensors or self.tensors).items():
             projection = self._projections[name]
             if projection.gates is not None:
                 tensor = torch.where(projection.gates, tensor.detach(), tensor)
             if projection.rows is not None:
                 tensor = tensor.index_select(projection.axis, projection.rows)
-            parameters[name.removeprefix(self._prefix)] = tensor
+            parameters[self._inside(name)] = tensor
         with replaced(self._module, parameters), ExitStack() as stack:
-            for repeated in self._repeated.values():
+            for repeated in self._repeated:
                 stack.enter_context(repeated.register_forward_hook(self._repeat))
             yield
 
@@ -121,6 +139,10 @@ class MergedAttention:
             parts = [tensors[part] for part in projection.parts]
             found[name] = torch.cat(parts, projection.axis) if parts[1:] else parts[0]
         return found
+
+    def arrays(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """The same as arrays."""
+        return {name: tensor.cpu().numpy() for name, tensor in self.joined(tensors).items()}
 
     def _repeat(self, _: Any, __: Any, output: Tensor) -> Tensor:
         heads = output.unflatten(-1, (self._groups, 1, -1))
@@ -139,27 +161,24 @@ def check_holds(module: Any, layer: SourceLayer) -> None:
         key = full_name.removeprefix(f"{name}.")
         if key not in own or own[key].shape != array.shape:
             raise UnsupportedFamilyError(
-                f"transformers holds {name} otherwise than the checkpoint does ({key}), so that calibration can't fit it: "
-                "choose --method factor without calibration text"
+                f"transformers holds {name} otherwise than the checkpoint does ({key}), so that "
+                "calibration can't fit it: choose --method factor without calibration text"
             )
 
 
 @contextmanager
 def replaced(module: Any, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which parameters of a module are replaced, whatever their shapes; gradients reach the replacements.
+    """A context in which parameters of a module are replaced, whatever their shapes; gradients
+    reach the replacements.
 
     Args:
         module: a torch module.
         parameters: the replacements by name inside the module; all others are kept.
     """
-    homes = []
-    try:
+    with ExitStack() as stack:
         for name, tensor in parameters.items():
             path, _, last = name.rpartition(".")
             home = module.get_submodule(path)._parameters
-            homes.append((home, last, home[last]))
+            stack.callback(home.__setitem__, last, home[last])
             home[last] = tensor
         yield
-    finally:
-        for home, last, own in homes:
-            home[last] = own

@@ -1,7 +1,9 @@
-"""The loaded source: where its weights are, how its modules are found, and in which precision it multiplies."""
+"""The loaded source: where its weights are, how its modules are found, and in which precision it
+multiplies.
+"""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,40 +26,45 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, load_model
 from gqa_convert.families.table import family_of
+from gqa_convert.processes import by_first
 from gqa_convert.publishing.publication import staged_folder
+from gqa_convert.sharding import load, shard, weights_by_hand, whole_weights
 
 _HEAD = "calibration compares its predictions; merge its heads without text"
 Precision = Callable[[], AbstractContextManager[Any]]
 """Returns a context in which torch multiplies matrices in one precision."""
 
 
-def open_model(folder: Path, *, device: str = "cpu", halves: bool = False) -> Any:
+def open_model(
+    folder: Path, *, device: str = "cpu", halves: bool = False, sharded: bool = False
+) -> Any:
     """Load a model with logits that computes in float32, in evaluation mode and without gradients.
 
     Args:
         folder: a local checkpoint.
-        device: the device to run it on. Of its free memory the weights take 70% at most. What does not fit is offloaded by
-            accelerate, in float32: it stays in the machine's memory or on the disk until its module runs.
-        halves: hold matrices in the 16 bits in which the folder has them (`memory.holds_halves`). Autocast products
-            are the same bit for bit; for others, each matrix is widened while it is used.
+        device: the device to run it on. Of its free memory the weights take 70% at most. What does
+            not fit is offloaded by accelerate, in float32: it stays in the machine's memory or on
+            the disk until its module runs.
+        halves: hold matrices in the 16 bits in which the folder has them
+            (`resources.holds_halves`). Autocast products are the same bit for bit; for others, each
+            matrix is widened while it is used.
+        sharded: hold a share of every layer in each process, which the first one reads. All
+            processes call this.
 
     Raises:
-        CorruptCheckpointError: parameters are missing in the folder.
-        NoLanguageModelError: the language-model head is missing, and the folder does not claim to have one.
+        CorruptCheckpointError: parameters are missing in the folder, or transformers can't load it.
+        NoLanguageModelError: the language-model head is missing, and the folder does not claim to
+            have one.
         GQAConvertError: see `open_checkpoint`.
-        CorruptCheckpointError: transformers can't load it.
     """
     place = torch.device(device)
     limit = int(WEIGHTS_SHARE * free_memory(device))
     checkpoint = open_checkpoint(folder)
     stored = half_type(checkpoint) if halves else None
-    needed = held_bytes(checkpoint, halves=stored is not None)
+    fits = sharded or held_bytes(checkpoint, halves=stored is not None) <= limit
     with explained(str(folder)), ExitStack() as stack:
-        if needed <= limit:
-            model, missing = (
-                _load_halves(folder, stored) if stored else load_model(folder, torch.float32)
-            )
-            model.to(place)
+        if fits:
+            model, missing = _load_whole(folder, stored, sharded=sharded)
         else:
             memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
             memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
@@ -71,44 +78,54 @@ def open_model(folder: Path, *, device: str = "cpu", halves: bool = False) -> An
             )
             weakref.finalize(model, stack.pop_all().close)
     check_complete(str(folder), folder, missing, _HEAD)
+    model.requires_grad_(False)
+    if sharded:
+        model = shard(model, place, bf16=False)
+    elif fits:
+        model.to(place)
     model.register_forward_pre_hook(_take_encoder_outputs, with_kwargs=True)
-    return model.requires_grad_(False)
+    return model
 
 
-def _load_halves(folder: Path, dtype: str) -> tuple[Any, list[str]]:
-    """Load a model whose linear layers hold their weights as the folder does, and all else float32."""
-    model, missing = load_model(folder, torch.bfloat16 if dtype == "BF16" else torch.float16)
-    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
-        return load_model(
-            folder, torch.float32
-        )  # it was computed in 16 bits, and widening it would not repair it
-    linear = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    others = [module for module in model.modules() if type(module) is not torch.nn.Linear]
-    tied = {id(parameter) for module in others for parameter in module._parameters.values()}
-    for module in linear:
-        if id(module.weight) in tied:  # to embeddings, which enter the residual stream
-            others.append(module)
-        else:
+def _load_whole(folder: Path, stored: str | None, *, sharded: bool) -> tuple[Any, list[str]]:
+    """Load a model on the CPU, in float32; or with linear layers that hold their weights in the 16
+    bits that are stored, and all else float32.
+    """
+    dtype = {None: torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[stored]
+    model, missing = load(folder, dtype, by_first=sharded)
+    if stored is None:
+        return model, missing
+    halves = {torch.bfloat16, torch.float16}
+    if by_first(lambda: any(buffer.dtype in halves for buffer in model.buffers())):
+        # it was computed in 16 bits, and widening it would not repair it
+        return load(folder, torch.float32, by_first=sharded)
+    kept, others = set[int](), set[int]()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
             module.forward = partial(_linear, module)
-    for module in others:
-        for parameter in module.parameters(recurse=False):
+            kept.add(id(module.weight))
+        else:
+            others |= set(map(id, module._parameters.values()))
+    for parameter in model.parameters():
+        # an output layer may be tied to embeddings, which enter the residual stream
+        if id(parameter) not in kept - others:
             parameter.data = parameter.data.float()
     return model, missing
 
 
 def _linear(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """What a linear layer computes whose weights have 16 bits."""
-    weight, bias = module.weight, module.bias
+    weight = module.weight
     if not torch.is_autocast_enabled(inputs.device.type):
-        weight, bias = weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
-    return torch.nn.functional.linear(inputs, weight, bias)
+        weight = weight.to(inputs.dtype)
+    return torch.nn.functional.linear(inputs, weight, module.bias)
 
 
 def _take_encoder_outputs(
     model: Any, args: Any, inputs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Let a model take what its encoder made of a batch as a tensor, [B, positions, hidden_size], of any type. It stays
-    in that type where products are made in half precision anyway.
+    """Let a model take what its encoder made of a batch as a tensor, [B, positions, hidden_size],
+    of any type. It stays in that type where products are made in half precision anyway.
     """
     encoded = inputs.get("encoder_outputs")
     if isinstance(encoded, torch.Tensor):
@@ -124,10 +141,24 @@ def running_device(model: Any) -> torch.device:
     return torch.device(model.device if device is None else device)
 
 
+def walked_weights(model: Any, names: Sequence[str]) -> AbstractContextManager[None]:
+    """A context in which a model's layers are run one by one, each inside `weights_in_memory`, by
+    every process on what it reads.
+
+    Args:
+        model: a loaded model.
+        names: its attention modules, as the checkpoint has them.
+    """
+    modules = find_modules(model, names)
+    return weights_by_hand(model, list_elements(model, modules.values()))
+
+
 @contextmanager
 def weights_in_memory(module: Any) -> Iterator[None]:
-    """A context in which weights of a module that accelerate has offloaded are on its device, read once."""
-    with ExitStack() as stack:
+    """A context in which weights of a module that accelerate has offloaded, or that processes
+    share, are on its device, read once.
+    """
+    with whole_weights(module), ExitStack() as stack:
         for inner in module.modules():
             hook = getattr(inner, "_hf_hook", None)
             if hook is not None:
@@ -154,9 +185,9 @@ def wrapped_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     """The name of each module in the loaded model.
 
-    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`). Therefore, the module
-    whose name shares the longest end with the given one, including the layer's number, is the match. In a composite, only
-    modules of the decoder inside count.
+    Prefixes differ between files and memory (`h.0.attn` is loaded as `transformer.h.0.attn`).
+    Therefore, the module whose name shares the longest end with the given one, including the
+    layer's number, is the match. In a composite, only modules of the decoder inside count.
 
     Args:
         model: a loaded model.
@@ -186,9 +217,27 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def list_elements(model: Any, modules: Collection[str]) -> dict[str, str]:
+    """The layers of a model: the elements of the outermost module lists that hold attention
+    modules, and the list of each.
+
+    Args:
+        model: a loaded model.
+        modules: the attention modules' names in it.
+    """
+    found: dict[str, str] = {}
+    for stack, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or stack.startswith((*found,)):
+            continue  # lists come before those inside them
+        if any(name.startswith(f"{stack}.") for name in modules):
+            found |= {f"{stack}.{number}": stack for number in range(len(module))}
+    return found
+
+
 def precision_of(plan: Plan, device: torch.device) -> Precision:
-    """bfloat16 where it is faster on this device, the merged layers of the source have 16 bits, and their products are
-    large enough to gain by it; otherwise the precision of the loaded model, float32.
+    """bfloat16 where it is faster on this device, the merged layers of the source have 16 bits, and
+    their products are large enough to gain by it; otherwise the precision of the loaded model,
+    float32.
 
     Args:
         plan: of the conversion.

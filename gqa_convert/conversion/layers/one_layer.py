@@ -1,12 +1,13 @@
 """Fits one attention layer on calibration text.
 
-The moments of the *student's* inputs, which the layers below have merged already, decide how the layer's heads are
-merged. `fit` then trains the merged projections to yield what the source's attention yields on the same inputs, and
-lets the output projection repair as much of what the student's residual stream misses as held-out text confirms.
+The moments of the *student's* inputs, which the layers below have merged already, decide how the
+layer's heads are merged. `fit` then trains the merged projections to yield what the source's
+attention yields on the same inputs, and lets the output projection repair as much of what the
+student's residual stream misses as held-out text confirms.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,7 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.layers.attention_calls import AttentionCall, CapturedAttention
+from gqa_convert.conversion.layers.attention_calls import (
+    AttentionCall,
+    CapturedAttention,
+    here,
+)
 from gqa_convert.conversion.layers.layer_store import LayerRecord
 from gqa_convert.conversion.layers.merged_attention import MergedAttention, check_holds
 from gqa_convert.conversion.layers.model_loading import Precision
@@ -32,7 +37,9 @@ from gqa_convert.processes import by_first, total
 RATE = 0.03
 """Of the gradient stage's `RelativeAdam`."""
 LOW_FREQUENCY_TOKENS = 4096
-"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency: 8,192 decided equally, 2,048 not."""
+"""How many tokens, at most, decide which rotary pairs of a layer count as low-frequency: 8,192
+decided equally, 2,048 not.
+"""
 _EXACT = 1e-5
 """The error below which training would only add noise."""
 
@@ -45,12 +52,14 @@ class FitOptions:
     """How layers are fitted.
 
     Attributes:
-        method: after its closed form, one that trains repairs the errors of the layers below, by refits and the
-            gradient stage.
+        method: after its closed form, one that trains repairs the errors of the layers below, by
+            refits and the gradient stage.
         steps: of the gradient stage.
         seed: of the order of batches in the gradient stage.
-        validation: how many of the last calls decide between candidates; with 0, all do, and are fitted to as well.
+        validation: how many of the last calls decide between candidates; with 0, all do, and are
+            fitted to as well.
         precision: of the products with activations.
+        on_host: whether hidden states are kept in the machine's memory between layers.
     """
 
     method: MergeMethod
@@ -58,6 +67,7 @@ class FitOptions:
     seed: int
     validation: int
     precision: Precision = nullcontext
+    on_host: bool = False
 
 
 class OneLayer:
@@ -83,20 +93,15 @@ class OneLayer:
         tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
         check_holds(attention.module, layer)
-        self._attention, self._layer, self._groups, self._options, self._tell = (
-            attention,
-            layer,
-            groups,
-            options,
-            tell,
-        )
-        self._layout = layer.layout
+        self._attention, self._layer, self._layout = attention, layer, layer.layout
+        self._groups, self._options, self._tell = groups, options, tell
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
         self._first = attention.batches - options.validation
         """The number of the first batch that decides between candidates."""
         self._fitted = [call for call in attention.calls if call.number < self._first]
-        others = [call for call in attention.calls if call.number >= self._first]
-        self._validation = others if options.validation else self._fitted
+        self._validation = self._fitted
+        if options.validation:
+            self._validation = [call for call in attention.calls if call.number >= self._first]
 
     def fit(self) -> tuple[Tensors, LayerRecord]:
         """The tensors of the merged layer, as they are published, and its record.
@@ -107,10 +112,12 @@ class OneLayer:
         limits, groups = self._layer.limits, self._groups
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
-        source = heads_on(self._layer, self._attention.calls[0].hidden.device)
+        source = heads_on(self._layer, self._attention.calls[0].weights.device)
+        # mean pooling, for comparison
         keys, values = regroup_heads(source.keys, groups), regroup_heads(source.values, groups)
         self._install(replace(source, keys=keys, values=values))
         error_of_mean = self._error(self._module.tensors)
+        # the closed form
         self._tell("head order")
         order = by_first(partial(find_head_order, source, groups, limits, moments))
         source = reorder_heads(source, order)
@@ -122,17 +129,14 @@ class OneLayer:
 
         found = self._install(by_first(merged))
         weights = self._module.tensors
+        # gradient steps, and a last repair of the output projection
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
-        found |= {
-            name: tensor.cpu().numpy() for name, tensor in self._module.joined(weights).items()
-        }
         name = self._attention.name
-        error_vs_mean = (self._error(weights) / error_of_mean) ** 2 if error_of_mean else 0.0
-        tensors = self._layout.in_result_types(found)
-        return tensors, LayerRecord(
-            name, {f"{name}.output": self._error(weights, 1)}, order.tolist(), error_vs_mean
-        )
+        share = self._error(weights) / error_of_mean if error_of_mean else 0.0
+        errors = {f"{name}.output": self._error(weights, 1)}
+        tensors = self._layout.in_result_types(found | self._module.arrays(weights))
+        return tensors, LayerRecord(name, errors, order.tolist(), share**2)
 
     def _install(self, merged: Heads) -> Tensors:
         """Let the attention module run with merged heads; returns the layer's tensors."""
@@ -145,11 +149,11 @@ class OneLayer:
             return self._attention.run(call)
 
     def _error(self, weights: Weights, share: float = 0.0) -> float:
-        """The error of the layer's output on held-out text, relative to the target, in root mean square; see
-        `AttentionCall.between` for the target.
+        """The error of the layer's output on held-out text, relative to the target, in root mean
+        square; see `AttentionCall.between` for the target.
         """
         error = power = 0.0
-        for call in self._validation:
+        for call in here(self._validation):
             output, _ = self._run(call, weights)
             target = call.between(share)
             error += float(call.squared(output - target))
@@ -160,7 +164,8 @@ class OneLayer:
     def _first_low_frequency(self, source: Heads, moments: Moments) -> int | None:
         """The first rotary pair that is merged as if it had no positions.
 
-        The output of attention with merged keys and the source's values decides, at every distance in the text.
+        The output of attention with merged keys and the source's values decides, at every distance
+        in the text.
         """
         limits, layout = self._layer.limits, self._layout
         if limits.key_constraint or not limits.pairs.size:
@@ -174,47 +179,52 @@ class OneLayer:
         def error(first_low: int) -> float:
             tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
             unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
-            with self._options.precision(), unmerged.installed(unmerged.tensors):
-                errors = [
-                    float(call.squared(self._attention.run(call)[0] - call.output))
-                    for call in calls
-                ]
-                return float(total(sum(errors, start=0.0)))
+            summed = 0.0
+            with self._options.precision(), unmerged.installed():
+                for call in here(calls):
+                    output, _ = self._attention.run(call)
+                    summed += float(call.squared(output - call.output))
+                return float(total(summed))
 
         return least(error, limits.pairs.shape[1])
 
     def _trained(self, weights: Weights) -> Weights:
-        """The weights after the gradient stage; those given where it does not bring them nearer on held-out text.
+        """The weights after the gradient stage; those given where it does not bring them nearer on
+        held-out text.
 
-        The stage is Adam on the squared error of attention's output. It aims at what the source's attention makes of the
-        student's inputs, and at a share of what the student's residual stream misses already: the share that the layer can
-        predict on held-out text. In deep models it is small, and to fit the rest, which is noise to the layer, would do
-        harm on other text.
+        The stage is Adam on the squared error of attention's output. It aims at what the source's
+        attention makes of the student's inputs, and at a share of what the student's residual
+        stream misses already: the share that the layer can predict on held-out text. In deep models
+        it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
         """
-        steps, calls = self._options.steps, self._fitted
+        steps = self._options.steps
         if not steps or self._error(weights) < _EXACT:
             return weights
         *_, share = self._repair(weights)
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         optimizer = RelativeAdam([copies], RATE, steps)
-        power = total(sum((float(call.squared(call.between(share))) for call in calls), start=0.0))
-        mean_square = power / total(float(sum(call.output.numel() for call in calls)))
-        by_number = {call.number: call for call in calls}
+        # the squared error counts relative to what it aims at
+        power = numbers = 0.0
+        for call in here(self._fitted):
+            power += float(call.squared(call.between(share)))
+            numbers += call.output.numel()
+        mean_square = total(power) / total(numbers)
+        by_number = {call.number: call for call in self._fitted}
         for done, number in enumerate(batch_order(self._first, steps, self._options.seed)):
             self._tell(f"gradient steps {done:,} of {steps:,}")
-            call = by_number.get(number)
-            if call is not None:  # else other processes have all of its rows
+            # of some batches other processes have all rows
+            for call in here([by_number[number]] if number in by_number else []):
                 with torch.enable_grad():
-                    output, _ = self._run(call, optimizer.layers[0])
+                    output, _ = self._run(call, copies)
                     error = call.squared(output.float() - call.between(share))
                     torch.autograd.backward(error / (call.all_numbers * mean_square or 1.0))
             optimizer.step()
-        found = optimizer.results()[0]
+        found = {name: tensor.detach() for name, tensor in copies.items()}
         return found if self._error(found, share) < self._error(weights, share) else weights
 
     def _refitted(self, weights: Weights) -> Weights:
-        """The weights with a change of the output projection that brings the student's residual stream nearer to the
-        source's, as far as held-out text confirms it.
+        """The weights with a change of the output projection that brings the student's residual
+        stream nearer to the source's, as far as held-out text confirms it.
         """
         self._tell("refit")
         if self._error(weights, 1) < _EXACT:
@@ -224,36 +234,42 @@ class OneLayer:
             return weights
         change = fitted.change(strength)
         weight, bias = self._layout.output_names
-        columns = rows_first(change[: len(change) - (bias in weights)], not self._layout.transposed)
-        refitted = weights | {weight: (weights[weight] + columns).float()}
+        refitted = dict(weights)
         if bias in weights:
             refitted[bias] = (weights[bias] + change[-1]).float()
+            change = change[:-1]
+        columns = rows_first(change, not self._layout.transposed)
+        refitted[weight] = (weights[weight] + columns).float()
         return refitted
 
     def _repair(self, weights: Weights) -> tuple[Regression, float | None, float]:
-        """The regression of what the student's residual stream misses on what enters the output projection; the strength
-        that repairs most on held-out text, None where each does harm; and the share that it repairs.
+        """The regression of what the student's residual stream misses on what enters the output
+        projection; the strength that repairs most on held-out text, None where each does harm; and
+        the share that it repairs.
         """
-        sums = []
-        for calls in (self._fitted, self._validation):
-            sums.append(Regression(biased=self._layout.output_names[1] in weights))
-            for call in calls:
-                output, entered = self._run(call, weights)
-                sums[-1].add(entered, call.target - output, call.weights)
-        fitted, validation = (each.summed() for each in sums)
-        return fitted, *by_first(lambda: best_strength(fitted, validation))
+        fitted, validation = (
+            self._regression(calls, weights) for calls in (self._fitted, self._validation)
+        )
+        return fitted, *by_first(partial(best_strength, fitted, validation))
+
+    def _regression(self, calls: Sequence[AttentionCall], weights: Weights) -> Regression:
+        sums = Regression(biased=self._layout.output_names[1] in weights)
+        for call in here(calls):
+            output, entered = self._run(call, weights)
+            sums.add(entered, call.target - output, call.weights)
+        return sums.summed()
 
 
 def least(error: Callable[[int], float], count: int) -> int:
-    """The number from 0 to `count` with the least error, by steps that halve, and then of those next to it.
+    """The number from 0 to `count` with the least error, by steps that halve, and then of those
+    next to it.
 
     The error must fall towards one point and rise behind it, except for dents of two numbers.
     """
     at = cache(error)
     best, step = count // 2, (count + 2) // 4
     while step:
-        best = min(
-            (number for number in (best, best - step, best + step) if 0 <= number <= count), key=at
-        )
+        near = [number for number in (best, best - step, best + step) if 0 <= number <= count]
+        best = min(near, key=at)
         step //= 2
     return min(range(max(0, best - 2), min(count, best + 2) + 1), key=at)

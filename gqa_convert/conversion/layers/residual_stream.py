@@ -1,9 +1,10 @@
 """Determines by measurement where the output of attention has become part of the residual stream.
 
-Families differ in how the stream passes attention: around a norm before it, around a norm after it, around a module that
-holds both, or beside a parallel MLP. There is no table of these structures; instead, a layer runs twice on one sequence,
-with attention's contribution and with zeros in its place. The first tensor that differs by a multiple of the contribution,
-and holds more than that, is the stream.
+Families differ in how the stream passes attention: around a norm before it, around a norm after it,
+around a module that holds both, or beside a parallel MLP. There is no table of these structures;
+instead, a layer runs twice on one sequence, with attention's contribution and with zeros in its
+place. The first tensor that differs by a multiple of the contribution, and holds more than that, is
+the stream.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """A tensor that enters or leaves a module: (what does not depend on attention) + factor * (its contribution).
+    """A tensor that enters or leaves a module: (what does not depend on attention) + factor * (its
+    contribution).
 
     Attributes:
         module: the module's name in the loaded model.
@@ -33,17 +35,19 @@ class StreamPlace:
 
 
 def find_stream(model: Any, layer: str, projection: str, run: Callable[[], Any]) -> StreamPlace:
-    """The first place in a layer at which the contribution of an attention module is part of the residual stream.
+    """The first place in a layer at which the contribution of an attention module is part of the
+    residual stream.
 
     Args:
         model: the loaded model, in float32.
         layer: the layer's name in it.
-        projection: the name of attention's output projection in it, whose output is the contribution.
+        projection: the name of attention's output projection in it, whose output is the
+            contribution.
         run: runs the layer, the same each time.
 
     Returns:
-        The output of the projection itself if there is no such place in the layer, for example because the contribution
-        is normed before it is added.
+        The output of the projection itself if there is no such place in the layer, for example
+        because the contribution is normed before it is added.
     """
     own = StreamPlace(projection, enters=False)
     whole = _trace(model, layer, run)
@@ -86,7 +90,9 @@ def _trace(model: Any, layer: str, run: Callable[[], Any]) -> list[tuple[StreamP
 
 
 def on_passing(module: Any, enters: bool, arrive: Callable[[Any], None]) -> Any:
-    """A hook that calls a function with the first tensor that enters, or that leaves, a module each time."""
+    """A hook that calls a function with the first tensor that enters, or that leaves, a module each
+    time.
+    """
     if enters:
         return module.register_forward_pre_hook(
             lambda _, args, kwargs: arrive(first_tensor((*args, *kwargs.values()))),

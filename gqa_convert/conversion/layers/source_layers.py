@@ -29,7 +29,7 @@ ReadLayer = Callable[[AttentionLayer], SourceLayer]
 @contextmanager
 def open_layers(plan: Plan) -> Iterator[ReadLayer]:
     """Open the weight files of a plan's source, a local checkpoint; yields what reads one layer."""
-    finder = attention_of(plan)
+    finder = _finder(plan)
 
     def read(layer: AttentionLayer) -> SourceLayer:
         layout = LayerLayout(finder, layer)
@@ -37,7 +37,8 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise NonFiniteError(
-                    f"tensor {name} holds NaN or Inf, which would spread to every merged head: repair the checkpoint first"
+                    f"tensor {name} holds NaN or Inf, which would spread to every merged head: "
+                    "repair the checkpoint first"
                 )
         return SourceLayer(layout, tensors, plan.limits[layer.module])
 
@@ -45,7 +46,15 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
         yield read
 
 
-def attention_of(plan: Plan) -> AttentionFinder:
+def layout_of(plan: Plan, number: int) -> tuple[LayerLayout, int]:
+    """Where the heads of a merged layer of a plan lie in the source, and how many K/V heads it is
+    to have.
+    """
+    layer, groups = plan.merged_layers[number]
+    return LayerLayout(_finder(plan), layer), groups
+
+
+def _finder(plan: Plan) -> AttentionFinder:
     """The finder that a plan was made with."""
     kinds = [layer.attention_kind for layer in plan.layers]
     return AttentionFinder(plan.checkpoint, plan.family, encoder="encoder" in kinds)

@@ -1,15 +1,17 @@
-"""Sums over calibration text: second moments of inputs, and ridge regression of an output projection.
+"""Sums over calibration text: second moments of inputs, and ridge regression of an output
+projection.
 
 The products of a batch are made in float32, and summed over batches in float64.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.layers.attention_calls import AttentionCall
+from gqa_convert.conversion.layers.attention_calls import AttentionCall, here
 from gqa_convert.conversion.layers.source_layers import SourceLayer
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import Array
@@ -21,8 +23,8 @@ STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 DAMPING = 0.01
 """Added to the diagonal of a moment, relative to the diagonal's mean."""
 _SAMPLED = 512
-"""Columns of a projection's output, of more than twice as many, on which strengths are compared: each strength solves
-equations for every column.
+"""Columns of a projection's output, of more than twice as many, on which strengths are compared:
+each strength solves equations for every column.
 """
 
 
@@ -32,14 +34,16 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor, *, constant: bool) -> Tensor:
-    """[B, L, d] as [n, d], float32, with a 1 behind each row if `constant` says so, which stands for a bias."""
+    """[B, L, d] as [n, d], float32, with a 1 behind each row if `constant` says so, which stands
+    for a bias.
+    """
     rows = tensor.detach().float().flatten(0, 1)
     return torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) if constant else rows
 
 
 def damped_moment(states: Iterable[Tensor]) -> Array:
-    """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so that it is not
-    singular. The last entry is 1.
+    """E[x x^T] of inputs x with a 1 behind them, [d + 1, d + 1], with `DAMPING` on its diagonal so
+    that it is not singular. The last entry is 1.
 
     Args:
         states: [B, L, d] of each batch.
@@ -58,10 +62,10 @@ def damped_moment(states: Iterable[Tensor]) -> Array:
 
 def moments_of(calls: Sequence[AttentionCall]) -> Moments:
     """The moments of an attention module's inputs over all batches."""
-    queries = damped_moment(call.hidden for call in calls)
+    queries = damped_moment(call.hidden for call in here(calls))
     if all(gathered(all(call.states is call.hidden for call in calls))):
         return Moments(queries, queries)
-    return Moments(queries, damped_moment(call.states for call in calls))
+    return Moments(queries, damped_moment(call.states for call in here(calls)))
 
 
 def heads_on(layer: SourceLayer, device: torch.device) -> Heads:
@@ -71,90 +75,81 @@ def heads_on(layer: SourceLayer, device: torch.device) -> Heads:
 
 
 def merging_array(tensor: Tensor) -> Array:
-    """A tensor as heads are merged in: one of a GPU stays there; on a CPU numpy's eigenproblems are as fast,
-    and are those of a merge without torch.
+    """A tensor as heads are merged in: one of a GPU stays there; on a CPU numpy's eigenproblems are
+    as fast, and are those of a merge without torch.
     """
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
+@dataclass(slots=True)
 class Regression:
     """Sums for a ridge regression that lets a projection repair the error of its output.
 
-    Args:
+    Attributes:
         biased: whether the projection has a bias.
+        gram: [z, z], of the inputs.
+        cross: [z, t], of inputs with errors.
+        powers: [t], the squares of each column of errors.
     """
 
-    def __init__(self, *, biased: bool) -> None:
-        self._biased = biased
-        self._gram: Any = 0
-        """[z, z], of the inputs."""
-        self._cross: Any = 0
-        """[z, t], of inputs with errors."""
-        self._power: Any = 0
-        """[t], the squares of each column of errors."""
+    biased: bool
+    gram: Any = 0
+    cross: Any = 0
+    powers: Any = 0
 
     def add(self, inputs: Tensor, error: Tensor, weights: Tensor) -> None:
-        """Add inputs of the projection [B, L, z], what its output lacks [B, L, t], and how much each position counts [B, L]."""
+        """Add inputs of the projection [B, L, z], what its output lacks [B, L, t], and how much
+        each position counts [B, L].
+        """
         roots = weights.float().sqrt().flatten()[:, None]
-        rows, wanted = (
-            roots * rows_of(inputs, constant=self._biased),
-            roots * rows_of(error, constant=False),
-        )
-        self._gram += product(rows, rows)
-        self._cross += product(rows, wanted)
-        self._power += wanted.square().sum(0).double()
+        rows = roots * rows_of(inputs, constant=self.biased)
+        wanted = roots * rows_of(error, constant=False)
+        self.gram += product(rows, rows)
+        self.cross += product(rows, wanted)
+        self.powers += wanted.square().sum(0).double()
 
     def summed(self) -> "Regression":
         """The same of all processes."""
-        found = Regression(biased=self._biased)
-        found._gram, found._cross, found._power = map(total, (self._gram, self._cross, self._power))
-        return found
+        return Regression(self.biased, total(self.gram), total(self.cross), total(self.powers))
 
     def sampled(self) -> "Regression":
         """The same of evenly spaced columns of the output, or of all if they are few."""
-        step = max(1, len(self._power) // _SAMPLED)
-        found = Regression(biased=self._biased)
-        found._gram, found._cross, found._power = (
-            self._gram,
-            self._cross[:, ::step],
-            self._power[::step],
-        )
-        return found
+        step = max(1, len(self.powers) // _SAMPLED)
+        return Regression(self.biased, self.gram, self.cross[:, ::step], self.powers[::step])
 
     @property
     def power(self) -> float:
         """The squared error without a change."""
-        return float(self._power.sum())
+        return float(self.powers.sum())
 
     def change(self, strength: float) -> Tensor:
-        """The change of the weight [z, t], a last row for the bias, that minimises |Z change - error|^2 +
-        strength * mean diagonal of Z^T Z * |change|^2.
+        """The change of the weight [z, t], a last row for the bias, that minimises
+        |Z change - error|^2 + strength * mean diagonal of Z^T Z * |change|^2.
         """
-        mean = float(self._gram.diagonal()[: len(self._gram) - self._biased].mean())
-        matrix = self._gram.clone()
+        mean = float(self.gram.diagonal()[: len(self.gram) - self.biased].mean())
+        matrix = self.gram.clone()
         matrix.diagonal().add_(strength * mean if mean > 0 else 1.0)
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        return (
-            torch.linalg.solve(matrix, self._cross)
-            if failed
-            else torch.cholesky_solve(self._cross, factor)
-        )
+        if failed:
+            return torch.linalg.solve(matrix, self.cross)
+        return torch.cholesky_solve(self.cross, factor)
 
     def error(self, change: Tensor) -> float:
         """The squared error that remains after a change."""
-        return self.power - float((change * (2 * self._cross - self._gram @ change)).sum())
+        return self.power - float((change * (2 * self.cross - self.gram @ change)).sum())
 
 
 def best_strength(fitted: Regression, validation: Regression) -> tuple[float | None, float]:
-    """The strength of a ridge regression of one text that leaves the least error on another text, in a sample of columns.
+    """The strength of a ridge regression of one text that leaves the least error on another text,
+    in a sample of columns.
 
     Args:
         fitted: of the text to fit.
         validation: of the other text.
 
     Returns:
-        One of `STRENGTHS`, and the share of the squared error on the other text that it repairs; None and 0 where every
-        strength does harm.
+        One of `STRENGTHS`, and the share of the squared error on the other text that it repairs;
+        None and 0 where every strength does harm.
     """
     fitted, validation = fitted.sampled(), validation.sampled()
     best, least = None, validation.power
