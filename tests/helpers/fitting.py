@@ -103,7 +103,7 @@ def calibrate_on(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every calibration yield these batches, the last of which is held out."""
     *learned, held_out = batches
     tokens = sum(batch["input_ids"].numel() for batch in learned)
-    made = Calibration(learned, tokens, 1, digest_of([], learned), "batches", held_out=[held_out])
+    made = Calibration(learned, tokens, digest_of([], learned), "batches", held_out=[held_out])
     monkeypatch.setattr(fitting, "prepare_calibration", lambda *_: made)
 
 
