@@ -1,5 +1,5 @@
-"""Writes supported-models.md from the records in gqa_convert/families/. With --check, it only reports a file that is out of
-date.
+"""Writes supported-models.md from the records in gqa_convert/families/. With --check, it only
+reports a file that is out of date.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 from gqa_convert.conversion.rewriting.source import STOCK_TYPES
 from gqa_convert.families.engines import LOADERS
 from gqa_convert.families.records import DECILM_SOURCES, record_of
-from gqa_convert.families.table import COMPOSITES, FAMILIES
+from gqa_convert.families.table import COMPOSITES, FAMILIES, REFUSALS
 
 DOCUMENT = Path(__file__).with_name("supported-models.md")
 
@@ -51,7 +51,7 @@ vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from tra
 
 ## Composites
 
-Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte.
+Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte. canary hears, and t5gemma reads text: their encoders stay as they are.
 
 {composites}
 
@@ -70,6 +70,8 @@ transformers runs the files that the result carries; where gqa-convert is instal
 - Decoders: {decoders}.
 - Encoder-decoders: {encoder_decoders}.
 
+whisper and speech_to_text hear; only Whisper, whose windows of sound have one length, is calibrated on sound. florence2 and vision-encoder-decoder (Donut: an mbart behind a Swin) look at pictures, and are converted from their weights alone.
+
 gpt_neo runs with eager attention only.
 
 ## Layers that differ
@@ -80,7 +82,11 @@ gpt_neo runs with eager attention only.
 
 ## Refused
 
-A dry run names the reason: most refused types are encoders, have no K/V heads (Mamba, RWKV) or latent ones (DeepSeek V2 and V3), hold several models, or have neither a K/V-head count in transformers nor a modelling file here.
+A dry run names the reason.
+
+| why | types |
+|---|---|
+{refused}
 """
 
 
@@ -121,6 +127,9 @@ def document() -> str:
         f"| {form.model_type} | {form.stock} | {form.condition} | {engines(form.stock)} |"
         for form in STOCK_TYPES
     ]
+    refused = defaultdict(list)
+    for name, reason in REFUSALS.items():
+        refused[reason].append(name)
     return PAGE.format(
         native=rows(
             dict(sorted(native.items(), key=lambda item: (-item[0].count("yes"), -len(item[1]))))
@@ -133,6 +142,7 @@ def document() -> str:
         count=len(listed),
         decilm=", ".join(DECILM_SOURCES),
         listed=", ".join(listed),
+        refused=rows(refused),
     )
 
 

@@ -1,10 +1,10 @@
 """Writes gqa_convert/families/derived.json: what transformers' classes say about each model type.
 
-python tools/derive_families.py              # every type in gqa_convert/families/facts.toml
-python tools/derive_families.py TYPE ...     # only these; the other rows stay
+python tools/derive_families.py              # every type in gqa_convert/families/facts.toml python
+tools/derive_families.py TYPE ...     # only these; the other rows stay
 
-Each type is built as a tiny random model, of the sizes in tests/helpers, and looked at. A row holds what differs from
-the defaults of `Family`, and nothing that facts.toml states for the type.
+Each type is built as a tiny random model, of the sizes in tests/helpers, and looked at. A row holds
+what differs from the defaults of `Family`, and nothing that facts.toml states for the type.
 """
 
 import json
@@ -61,6 +61,7 @@ TASKS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForTextEncoding": "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -140,7 +141,9 @@ def build(config: Any, classes: dict[str, str]) -> nn.Module:
 
 
 def left_out(config_class: Any) -> dict[str, Any]:
-    """Values that a config.json may leave to its class. Of the kinds of layers, every how many has full attention."""
+    """Values that a config.json may leave to its class. Of the kinds of layers, every how many has
+    full attention.
+    """
     fields = config_class.__dataclass_fields__
     values = {key: fields[key].default for key in LEFT_OUT if key in fields}
     found = {key: value for key, value in values.items() if isinstance(value, int | str)}
@@ -160,7 +163,9 @@ def left_out(config_class: Any) -> dict[str, Any]:
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The attention modules of layers: those with separate projections, or else those with a fused one."""
+    """The attention modules of layers: those with separate projections, or else those with a fused
+    one.
+    """
     separate, fused = [], []
     for name, module in model.named_modules():
         children = {child for child, _ in module.named_children()}
@@ -255,7 +260,9 @@ def in_place_of_attention(
 def rotary(
     model_type: str, model: nn.Module, classes: dict[str, str], row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Which rows of a key head form pairs, what share of a head that is, and whether a config may state another."""
+    """Which rows of a key head form pairs, what share of a head that is, and whether a config may
+    state another.
+    """
     stated = model.config.to_dict().get("rope_parameters") or {}
     share: dict[str, Any] = {}
     if pairs_of(model) and not any(isinstance(value, dict) for value in stated.values()):
@@ -342,7 +349,9 @@ def cached_keys(model: nn.Module) -> list[torch.Tensor]:
 
 
 def reached(keys: list[torch.Tensor]) -> set[int]:
-    """The rows that are far from zero beside the first; a norm that subtracts the mean leaves a little in every row."""
+    """The rows that are far from zero beside the first; a norm that subtracts the mean leaves a
+    little in every row.
+    """
     found: set[int] = set()
     for key in keys:
         size = key[0, 0].abs().amax(0)

@@ -1,10 +1,10 @@
 """Test the modelling files on other releases of transformers than the installed one.
 
-    python tools/on_other_transformers.py               # the oldest and the newest release that pyproject.toml allows
+    python tools/on_other_transformers.py               # the oldest and the newest that are allowed
     python tools/on_other_transformers.py 5.18.0 ...    # these
 
-Each release is installed into a folder of its own beside the environment, which stays as it is, and is reached through
-PYTHONPATH.
+pyproject.toml says which are allowed. Each release is installed into a folder of its own beside the
+environment, which stays as it is, and is reached through PYTHONPATH.
 """
 
 import os
@@ -46,7 +46,10 @@ def test_on(requirement: str) -> None:
     ]
     subprocess.run(install, check=True)
     environment = os.environ | {"PYTHONPATH": str(place)}
-    show = "import transformers; print('modelling files on transformers', transformers.__version__, 'of', transformers.__file__)"
+    show = (
+        "import transformers as t; "
+        "print('modelling files on transformers', t.__version__, 'of', t.__file__)"
+    )
     subprocess.run([sys.executable, "-c", show], check=True, env=environment)
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "2", *TESTS],

@@ -1,9 +1,10 @@
-"""Write the SHA-256 of the modelling files into released.json, as those of the version that the package states.
+"""Write the SHA-256 of the modelling files into released.json, as those of the package's version.
 
     python tools/release_modeling.py
 
-Published results hold copies of these files. `verify` accepts those of every release in the list, and `verify --refresh`
-replaces them by the newest, so that entries of versions that were published must stay as they are.
+Published results hold copies of these files. `verify` accepts those of every release in the list,
+and `verify --refresh` replaces them by the newest, so that entries of versions that were published
+must stay as they are.
 """
 
 import hashlib

@@ -45,6 +45,7 @@ from gqa_convert.errors import (
     is_disk_full,
     is_out_of_memory,
 )
+from gqa_convert.families.loading import read_kind
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import (
     find_head_order,
@@ -230,7 +231,8 @@ def _prepare_work(
     tell = partial(FitProgress, MERGING_LAYERS, 0, len(plan.merged_layers))
     decisions = Decisions(**store.settle("decisions", asdict(decide(plan, options))))
     left_out = decisions.left_out(plan, options)
-    on_progress(tell("reading the text", note=_left_out_note(left_out)))
+    reading = f"reading the {read_kind(plan.checkpoint.config)}"
+    on_progress(tell(reading, note=_left_out_note(left_out)))
     calibration = prepare_calibration(
         plan,
         options,
@@ -240,7 +242,7 @@ def _prepare_work(
     steps = decisions.last_stage_steps(plan, options)
     more = [*calibration.left_out]
     if not calibration.held_out:
-        more += _lacks_of_held_out_text(steps, options)
+        more += _lacks_of_held_out(read_kind(plan.checkpoint.config), steps, options)
         steps = 0
     record = CalibrationRecord(
         text=calibration.description,
@@ -282,12 +284,12 @@ def _prepare_work(
     )
 
 
-def _lacks_of_held_out_text(steps: int, options: CalibrationOptions) -> list[str]:
-    """What is left out where the layers use all of the text."""
-    problem = "the layers use all of the text: lower --calibration-tokens, or name more text"
+def _lacks_of_held_out(data: str, steps: int, options: CalibrationOptions) -> list[str]:
+    """What is left out where the layers use all of the text, or of the sounds."""
+    problem = f"the layers use all of the {data}: lower --calibration-tokens, or name more {data}"
     if steps and options.kl_steps is not None:
         raise OptionError(
-            f"--kl-steps {steps} trains all layers together on text of its own, and {problem}"
+            f"--kl-steps {steps} trains all layers together on {data} of its own, and {problem}"
         )
     stage = [f"{LAST_STAGE}, because {problem}"] if steps else []
     return [*stage, f"the divergence from the source, because {problem}"]

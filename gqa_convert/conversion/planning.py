@@ -17,7 +17,7 @@ from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.rewriting.source import plan_rewriting
 from gqa_convert.errors import NoLanguageModelError, OptionError
-from gqa_convert.families.loading import check_language_model, hears
+from gqa_convert.families.loading import check_language_model, hears, read_kind
 from gqa_convert.families.table import family_of
 from gqa_convert.merging.methods import (
     CALIBRATED_DEFAULT,
@@ -71,7 +71,7 @@ def plan_conversion(
         encoder=options.encoder,
         native=options.native,
     )
-    check_calibration(plan.method, calibration)
+    check_calibration(plan.method, calibration, read_kind(plan.checkpoint.config))
     check_predicts(plan, calibration)
     notes = _notes(plan, reason, is_read=options.calibration.has_data)
     return replace(plan, warnings=(*plan.warnings, *notes)), calibration
@@ -125,8 +125,7 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         return f"transformers has no class of type {family.model_type}"
     if family.reads_images_alone:
         return "its cross-attention reads images alone"
-    # a config that states as many frames for every sound
-    if isinstance(checkpoint.config.get("max_source_positions"), int):
+    if hears(checkpoint.config):
         return "its encoder reads audio"
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
     if not files:
@@ -151,8 +150,13 @@ def _is_tokenizer(file: Path) -> bool:
     return True
 
 
-def check_calibration(method: str, options: CalibrationOptions) -> None:
+def check_calibration(method: str, options: CalibrationOptions, data: str = "text") -> None:
     """Refuse options that contradict each other.
+
+    Args:
+        method: a key of METHODS.
+        options: as the user gave them.
+        data: what the source reads, as `read_kind` names it.
 
     Raises:
         OptionError: `fit` without text, text for a method that reads none, an option of calibration
@@ -167,7 +171,7 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
             f"{measuring}"
         )
     if not options.has_data:
-        _check_needs_no_text(method, options, training)
+        _check_needs_no_text(method, options, training, data)
     for option, value in training.items():
         if value is not None and not wanted.trains:
             able = names(each for each in CHOICES if each.trains)
@@ -185,10 +189,11 @@ def check_calibration(method: str, options: CalibrationOptions) -> None:
 
 
 def _check_needs_no_text(
-    method: str, options: CalibrationOptions, training: dict[str, int | None]
+    method: str, options: CalibrationOptions, training: dict[str, int | None], data: str
 ) -> None:
-    """Refuse, without text, a method or an option that needs it."""
-    name_it = "needs calibration text: name a text file or dataset with --calibration"
+    """Refuse, without text or sounds, a method or an option that needs them."""
+    files = "a text file or dataset" if data == "text" else "a folder of audio files"
+    name_it = f"needs calibration {data}: name {files} with --calibration"
     if METHODS[method].text == "required":
         raise OptionError(f"--method {method} {name_it}, or choose --method {DEFAULT.name}")
     unread = training | {

@@ -15,8 +15,7 @@ from gqa_convert.conversion.options import (
     wanted_tokens,
 )
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS
-from gqa_convert.families.context_length import stated_count
+from gqa_convert.families.context_length import HIDDEN_SIZE_KEYS, VOCABULARY_KEYS, stated_count
 from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.processes import on_this_machine, started
 from gqa_convert.runtime.json_objects import Result

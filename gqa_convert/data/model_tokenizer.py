@@ -9,8 +9,7 @@ import numpy as np
 
 from gqa_convert.data.order import Integers
 from gqa_convert.errors import DataError, first_line
-from gqa_convert.families.config_sizes import VOCABULARY_KEYS
-from gqa_convert.families.context_length import stated_count
+from gqa_convert.families.context_length import VOCABULARY_KEYS, stated_count
 from gqa_convert.families.loading import check_readable_config, load_tokenizer, read_object
 from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config
@@ -142,16 +141,19 @@ def has_sentinels(tokenizer: Any) -> bool:
 def decoder_start(folder: Path, config: Config, tokenizer: Any) -> int:
     """The first token of the decoder's input.
 
-    It is the one that the checkpoint states, else the padding token for T5, else end-of-text.
+    It is the one that the checkpoint states, else the padding token for T5, else the beginning of
+    text as `generate` takes it, else end-of-text.
 
     Raises:
         DataError: the checkpoint states none, and the tokenizer has no end-of-text token.
     """
-    for values in (config, read_object(folder / "generation_config.json")):
-        if isinstance(start := values.get("decoder_start_token_id"), int):
-            return start
-    pad = tokenizer.pad_token_id if has_sentinels(tokenizer) else None
-    return end_of_text(tokenizer) if pad is None else int(pad)
+    stated = config, read_object(folder / "generation_config.json")
+    starts = [values.get("decoder_start_token_id") for values in stated]
+    if has_sentinels(tokenizer):
+        starts.append(tokenizer.pad_token_id)
+    starts += [values.get("bos_token_id") for values in stated]
+    known = [start for start in starts if isinstance(start, int)]
+    return known[0] if known else end_of_text(tokenizer)
 
 
 def starts_with_last(config: Config) -> bool:

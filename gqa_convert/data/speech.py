@@ -138,6 +138,7 @@ class SpeechModel:
 
     Raises:
         CorruptCheckpointError: it has no tokenizer or no feature extractor.
+        DataError: its encoder has no window of one length.
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
@@ -147,6 +148,12 @@ class SpeechModel:
         with loading.explained(f"the tokenizer or the feature extractor of {folder}"):
             self.tokenizer = loading.load_tokenizer(folder)
             self._extractor = AutoFeatureExtractor.from_pretrained(folder)
+        if not hasattr(self._extractor, "n_samples"):
+            raise DataError(
+                f"the encoder of {folder} reads sounds of any length, and only models that read "
+                "windows of one length, as Whisper does, are run on sound here: convert it without "
+                "--calibration"
+            )
         self.rate = int(self._extractor.sampling_rate)
         self.window_samples = int(self._extractor.n_samples)
 

@@ -1,12 +1,12 @@
-"""The decoder inside a composite model, such as a vision-language model: its config."""
+"""The decoder inside a composite model, such as a vision-language or speech model: its config."""
 
 from typing import Any
 
 from gqa_convert.families.records import COMPOSITES, record_of
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
-SECTION = "text_config"
-"""The config key of the decoder's own config."""
+SECTIONS = ("text_config", "decoder_config", "decoder")
+"""Config keys of the decoder's own config; the first that is stated counts."""
 
 PREFIXES = (
     "language_model.model.",
@@ -15,9 +15,13 @@ PREFIXES = (
     "language_model.",
     "model.text_model.",
     "text_model.",
+    "model.decoder.",
+    "decoder.",
     "model.",
 )
-"""What stands in front of the decoder's layers: in files of transformers 4 and 5, in memory, and without a head."""
+"""What stands in front of the decoder's layers: in files of transformers 4 and 5, in memory, and
+without a head.
+"""
 
 
 def is_composite(config: Config) -> bool:
@@ -26,11 +30,14 @@ def is_composite(config: Config) -> bool:
 
 
 def decoder_section(config: Config) -> str | None:
-    """The key of the decoder's own config in a config.json; None where the config itself is the decoder's.
+    """The key of the decoder's own config in a config.json; None where the config itself is the
+    decoder's.
 
     Early configs of composite models such as qwen2_vl state the decoder's keys beside their own.
     """
-    return SECTION if is_composite(config) and isinstance(config.get(SECTION), dict) else None
+    if not is_composite(config):
+        return None
+    return next((key for key in SECTIONS if isinstance(config.get(key), dict)), None)
 
 
 def decoder_config(config: Config) -> JsonObject:
@@ -47,7 +54,7 @@ def decoder_config(config: Config) -> JsonObject:
     return {**record_of(stated).defaults, **stated}
 
 
-def config_value(config: Config, dotted: str) -> Any:
+def config_value(config: Config | None, dotted: str) -> Any:
     """The value at a dotted key, or None."""
     value: Any = config
     for key in dotted.split("."):

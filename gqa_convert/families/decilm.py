@@ -1,26 +1,28 @@
-"""DeciLM (model type `nemotron-nas`): Llama's architecture with a number of K/V heads for each layer.
+"""DeciLM (model type `nemotron-nas`): Llama's architecture with a number of K/V heads for each
+layer.
 
-`block_configs` in config.json has an entry for each layer. It states the query heads of a group, and a factor from
-which vLLM, llama.cpp and MLX compute the layer's intermediate size.
+`block_configs` in config.json has an entry for each layer. It states the query heads of a group,
+and a factor from which vLLM, llama.cpp and MLX compute the layer's intermediate size.
 """
 
 import copy
 
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
-from gqa_convert.families.windows import has_window
+from gqa_convert.families.context_length import has_window
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _WINDOW_KEYS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-"""Keys about sliding windows, which a DeciLM does not know. transformers' `generate` would make other masks for
-`layer_types`.
+"""Keys about sliding windows, which a DeciLM does not know. transformers' `generate` would make
+other masks for `layer_types`.
 """
 _MULTIPLE = 256
 """Engines round an intermediate size up to a multiple of this number."""
 
 
 def ffn_mult(intermediate_size: int, hidden_size: int) -> float | None:
-    """The factor from which engines compute an intermediate size: two thirds of factor * hidden_size, without its
-    decimals, rounded up to a multiple of 256. None if no factor of the six decimals that they keep yields it.
+    """The factor from which engines compute an intermediate size: two thirds of factor *
+    hidden_size, without its decimals, rounded up to a multiple of 256. None if no factor of the six
+    decimals that they keep yields it.
     """
     factor = round(1.5 * intermediate_size / hidden_size, 6)
     computed = -(-int(2 * factor * hidden_size / 3) // _MULTIPLE) * _MULTIPLE
@@ -28,8 +30,8 @@ def ffn_mult(intermediate_size: int, hidden_size: int) -> float | None:
 
 
 def why_not(config: Config) -> str | None:
-    """Why a config of one of `DECILM_SOURCES` can't be restated as DeciLM's, a clause that can follow "since"; None if it
-    can.
+    """Why a config of one of `DECILM_SOURCES` can't be restated as DeciLM's, a clause that can
+    follow "since"; None if it can.
     """
     hidden_size, heads, size = (
         config.get(key) for key in ("hidden_size", "num_attention_heads", "intermediate_size")
@@ -40,8 +42,8 @@ def why_not(config: Config) -> str | None:
         return "its config lacks hidden_size, num_attention_heads or intermediate_size"
     if hidden_size % heads or config.get("head_dim") not in (None, hidden_size // heads):
         return (
-            f"its head_dim is {config.get('head_dim')!r}, and that of a DeciLM is hidden_size / query heads, "
-            f"here {hidden_size / heads:g}"
+            f"its head_dim is {config.get('head_dim')!r}, and that of a DeciLM is hidden_size / "
+            f"query heads, here {hidden_size / heads:g}"
         )
     if config.get("hidden_act", "silu") != "silu":
         return (
@@ -53,15 +55,15 @@ def why_not(config: Config) -> str | None:
         )
     if ffn_mult(size, hidden_size) is None:
         return (
-            f"its intermediate_size is {size}, and engines round that of a DeciLM up to a multiple of {_MULTIPLE}, "
-            f"here {-(-size // _MULTIPLE) * _MULTIPLE}"
+            f"its intermediate_size is {size}, and engines round that of a DeciLM up to a multiple "
+            f"of {_MULTIPLE}, here {-(-size // _MULTIPLE) * _MULTIPLE}"
         )
     return None
 
 
 def restate(config: Config, counts: tuple[int, ...]) -> JsonObject:
-    """A config of one of `DECILM_SOURCES`, or of a DeciLM, with the K/V heads of each layer stated as a DeciLM states
-    them.
+    """A config of one of `DECILM_SOURCES`, or of a DeciLM, with the K/V heads of each layer stated
+    as a DeciLM states them.
 
     Model type, architectures and `auto_map` stay.
 
@@ -103,15 +105,15 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...]:
             parts = block["attention"], block["ffn"]
             if any(part.get("no_op") or part.get("replace_with_linear") for part in parts):
                 raise UnsupportedFamilyError(
-                    f"layer {number} in {where} leaves out attention or MLP, and so it can't be converted: only layers with "
-                    "both can"
+                    f"layer {number} in {where} leaves out attention or MLP, and so it can't be "
+                    "converted: only layers with both can"
                 )
             size = parts[0]["n_heads_in_group"]
             count, rest = divmod(heads, size)
             if rest or count < 1:
                 raise ConfigError(
-                    f"{where} has n_heads_in_group = {size!r} in layer {number}, which does not divide {heads} query heads: "
-                    "repair the config"
+                    f"{where} has n_heads_in_group = {size!r} in layer {number}, which does not "
+                    f"divide {heads} query heads: repair the config"
                 )
             counts.append(count)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError):

@@ -1,8 +1,8 @@
 """Where engines compute something else than transformers."""
 
 from gqa_convert.families.composite import decoder_config
+from gqa_convert.families.context_length import has_window, scaled_positions
 from gqa_convert.families.records import record_of
-from gqa_convert.families.windows import has_window
 from gqa_convert.runtime.json_objects import Config
 
 LOADERS = ("transformers", "vLLM", "llama.cpp")
@@ -17,29 +17,26 @@ _SCALED = {
 }
 
 _ONE_GELU = ("gpt_bigcode", "starcoder2")
-"""Model types that llama.cpp runs with one approximation of GELU, whatever the config's activation."""
+"""Model types that llama.cpp runs with one approximation of GELU, whatever the config's activation.
+"""
 _GELUS = (None, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def computes_otherwise(engine: str, config: Config) -> bool:
-    """Whether a config has scaled positions or an activation that an engine ignores for its type, so that it computes
-    something else.
+    """Whether a config has scaled positions or an activation that an engine ignores for its type,
+    so that it computes something else.
     """
     model_type = str(config.get("model_type"))
     activation = config.get("hidden_act", config.get("activation_function"))
     if engine == "llama.cpp" and model_type in _ONE_GELU and activation not in _GELUS:
         return True
-    stated = config.get("rope_scaling") or config.get("rope_parameters")
-    scaling = (
-        stated.get("rope_type", stated.get("type", "default"))
-        if isinstance(stated, dict)
-        else "default"
-    )
+    scaling, _ = scaled_positions(config)
     return scaling not in _SCALED.get((engine, model_type), (scaling,))
 
 
 def same_up_to(engine: str, config: Config) -> int | None:
-    """Number of tokens of a text up to which an engine computes the same as transformers; None for any number.
+    """Number of tokens of a text up to which an engine computes the same as transformers; None for
+    any number.
 
     Args:
         engine: one of `LOADERS`.

@@ -1,10 +1,13 @@
-"""The record of a model type: where its attention lies in the files, what its config keys mean, and what it needs.
+"""The record of a model type: where its attention lies in the files, what its config keys mean, and
+what it needs.
 
-Records are read by `families.table` from derived.json, which a script writes from transformers' classes, and facts.toml,
-which holds what no class states. Names are those in the files, not those of the loaded model. A layer's attention is found by the end of a
-tensor's name, because prefixes vary between checkpoints of one family.
+Records are read by `families.table` from derived.json, which a script writes from transformers'
+classes, and facts.toml, which holds what no class states. Names are those in the files, not those
+of the loaded model. A layer's attention is found by the end of a tensor's name, because prefixes
+vary between checkpoints of one family.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,39 +16,46 @@ from typing import Any, Literal
 from gqa_convert.families.layouts import FusedLayout
 
 CONVERTED_PREFIX = "gqa_"
-"""What the model types of results with a modelling file begin with; the names of their classes begin with `GQA`."""
+"""What the model types of results with a modelling file begin with; the names of their classes
+begin with `GQA`.
+"""
 
 MODELING = Path(__file__).parent / "modeling"
 """Where the package keeps the modelling files that travel with checkpoints."""
 
 AttentionKind = Literal["decoder", "cross", "encoder"]
-"""Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's self-attention, which keeps
-no cache.
+"""Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's
+self-attention, which keeps no cache.
 """
 
 KeyNorm = Literal["none", "shared", "per_head", "per_head_list", "full"]
 """How keys are normalised behind their projection, always or where the config says so.
 
-none: not at all. shared: each head by itself, with one gain vector [head_dim] for every head or without gains.
-per_head: each head by itself, with one tensor of gains [heads, head_dim]. per_head_list: the same with one tensor per
-head (`norms.0.weight`, ...). full: all heads at once, with gains [heads * head_dim].
+none: not at all. shared: each head by itself, with one gain vector [head_dim] for every head or
+without gains. per_head: each head by itself, with one tensor of gains [heads, head_dim].
+per_head_list: the same with one tensor per head (`norms.0.weight`, ...). full: all heads at once,
+with gains [heads * head_dim].
 """
 
 RotaryPairs = Literal["none", "half", "interleaved"]
 """Which rows of a key head form a rotary pair: none; (j, j + rotated/2); (2j, 2j + 1)."""
 
 KVHeads = Literal["stated", "heads", "falcon", "blocks", "listed"]
-"""What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's three keys; DeciLM's
-`block_configs`, or a list under the config key, which state it for each layer.
+"""What gives the number of K/V heads of a source: a config key; the number of query heads; Falcon's
+three keys; DeciLM's `block_configs`, or a list under the config key, which state it for each layer.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Modeling:
-    """A modelling file of this package, for families whose attention has no K/V-head count in transformers."""
+    """A modelling file of this package, for families whose attention has no K/V-head count in
+    transformers.
+    """
 
     file: str
-    """Its name in `gqa_convert/families/modeling/` and, with `.py`, in the checkpoints that it is copied into."""
+    """Its name in `gqa_convert/families/modeling/` and, with `.py`, in the checkpoints that it is
+    copied into.
+    """
     source_type: str
     """The stock model type of the sources."""
     model_type: str
@@ -53,12 +63,15 @@ class Modeling:
     classes: tuple[tuple[str, str], ...]
     """transformers' auto classes, `AutoConfig` first, and the file's class for each."""
     tokenizer: str
-    """The tokenizer class that transformers chooses by the stock model type where no file of the checkpoint names
-    one."""
+    """The tokenizer class that transformers chooses by the stock model type where no file of the
+    checkpoint names one.
+    """
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of this package that lie beside the result's config: the modelling file, and what it imports."""
+        """The files of this package that lie beside the result's config: the modelling file, and
+        what it imports.
+        """
         return MODELING / f"{self.file}.py", MODELING / "gqa_common.py"
 
     @property
@@ -73,32 +86,43 @@ class Family:
 
     model_type: str
     listed: bool = True
-    """Whether the type stands in the tables; a type that does not has the defaults, and its result must be proved."""
+    """Whether the type stands in the tables; a type that does not has the defaults, and its result
+    must be proved.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a config.json may leave to transformers' config class."""
 
     # Where layers and attention lie
     layers: tuple[tuple[str, tuple[str, ...]], ...] = (("layers", ("num_hidden_layers",)),)
-    """Where a model without a head keeps its layers, and the config keys of their number, or of a list with an entry
-    for each layer; the first key that is stated counts."""
+    """Where a model without a head keeps its layers, and the config keys of their number, or of a
+    list with an entry for each layer; the first key that is stated counts.
+    """
     prefixes: tuple[str, ...] = ("", "model.", "model.model.", "transformer.")
-    """What transformers accepts in front of that: the name that a model with a head gives to the model without one
-    (`transformer` in question answering), nothing, or that name twice."""
+    """What transformers accepts in front of that: the name that a model with a head gives to the
+    model without one (`transformer` in question answering), nothing, or that name twice.
+    """
     is_composite: bool = False
-    """Whether the layers are those of a decoder inside a larger model, whose other parts may have attention under like
-    names: only modules behind one of `prefixes` count."""
+    """Whether the layers are those of a decoder inside a larger model, whose other parts may have
+    attention under like names: only modules behind one of `prefixes` count.
+    """
     without_attention: tuple[str, ...] = ()
     """Parts of tensor names that mark a layer without attention."""
     shared_layers_key: str = ""
-    """Config key, if there is one, of the number of last layers that reuse the keys and values of earlier layers."""
+    """Config key, if there is one, of the number of last layers that reuse the keys and values of
+    earlier layers.
+    """
     attention: tuple[str, ...] = ("self_attn",)
     """Names of the attention module inside a layer."""
     cross_attention: tuple[str, ...] = ()
-    """The modules among `attention` that attend to an encoder's output; a fused projection there holds only keys and
-    values.
+    """The modules among `attention` that attend to an encoder's output; a fused projection there
+    holds only keys and values.
     """
+    reads_images_alone: bool = False
+    """Whether the type's cross-attention reads images, so that text does not run it."""
     encoder: str | None = None
-    """Name of the module whose attention belongs to an encoder; that is converted only with `--encoder`."""
+    """Name of the module whose attention belongs to an encoder; that is converted only with
+    `--encoder`.
+    """
 
     # Projections
     query: str = "q_proj"
@@ -106,52 +130,69 @@ class Family:
     value: str = "v_proj"
     output: str = "o_proj"
     fused: str | None = None
-    """Name of the one projection that holds queries, keys and values, for families without separate ones."""
+    """Name of the one projection that holds queries, keys and values, for families without separate
+    ones.
+    """
     fused_layout: FusedLayout = "blocks"
-    """Order of its rows in the source; the result has `blocks` wherever the number of K/V heads changes."""
+    """Order of its rows in the source; the result has `blocks` wherever the number of K/V heads
+    changes.
+    """
     transposed: bool = False
     """Whether weights are stored [in, out], as Conv1D stores them."""
     query_outputs: int = 1
-    """The query projection has this many times heads * head_dim rows (2 where it also computes a gate)."""
+    """The query projection has this many times heads * head_dim rows (2 where it also computes a
+    gate).
+    """
 
     # Sizes in the config
     heads_key: str = "num_attention_heads"
     encoder_heads_key: str = ""
     kv_heads: KVHeads = "stated"
     kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
-    """Config keys of the K/V-head count, dotted where nested; the first is read, all are written."""
+    """Config keys of the K/V-head count, dotted where nested; the first is read, all are written.
+    """
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
     one_kv_head_key: str = ""
-    """Config key, if there is one, that says whether there is one K/V head, for a type that has either one or as many as query heads."""
+    """Config key, if there is one, that says whether there is one K/V head, for a type that has
+    either one or as many as query heads.
+    """
     head_dim_key: str = "head_dim"
     """Config key of head_dim; empty where layers differ in it."""
 
     # Positions and norms
     rotary: RotaryPairs = "half"
     rotary_share: float = 1.0
-    """The rotary dimensions of a key head as a share of `head_dim`, where the config states none."""
+    """The rotary dimensions of a key head as a share of `head_dim`, where the config states none.
+    """
     reads_rotary_share: bool = False
     """Whether the class heeds a share that a config states."""
     rotary_count_key: str = ""
-    """Config key, if there is one, of the number of rotary dimensions, which counts where no share is stated."""
+    """Config key, if there is one, of the number of rotary dimensions, which counts where no share
+    is stated.
+    """
     rotary_only_when: tuple[str, bool | str] | None = None
-    """Config key and the value with which the model has rotary positions at all (truth is compared where the value is a
-    bool); None where it always has them."""
+    """Config key and the value with which the model has rotary positions at all (truth is compared
+    where the value is a bool); None where it always has them.
+    """
     key_norm: KeyNorm = "none"
     key_norm_name: str = "k_norm"
     gainless_key_norm: tuple[str, bool] | None = None
-    """Config key that switches on a norm of keys without gains, which leaves no tensor in the files, and the key's
-    default; None where there is no such key."""
+    """Config key that switches on a norm of keys without gains, which leaves no tensor in the
+    files, and the key's default; None where there is no such key.
+    """
 
     # Folding constraints
     key_constraint: str | None = None
-    """What stands between keys and queries so that neither can take a factor of the other, besides norms with gains and
-    the config's own switches; None if nothing does. A clause that can follow "since"."""
+    """What stands between keys and queries so that neither can take a factor of the other, besides
+    norms with gains and the config's own switches; None if nothing does. A clause that can follow
+    "since".
+    """
     value_constraint: str | None = None
     """The same for values and the output projection."""
     order_constraints: tuple[tuple[AttentionKind, str], ...] = ()
-    """Attention kinds in which something outside the attention module depends on the order of its heads, each with what
-    does: a clause that can follow "since"."""
+    """Attention kinds in which something outside the attention module depends on the order of its
+    heads, each with what does: a clause that can follow "since".
+    """
     order_constrained_when: tuple[tuple[str, str], ...] = ()
     """Config keys that, when set, do the same in every attention kind, each with the clause."""
 
@@ -161,34 +202,43 @@ class Family:
 
     # Training
     reads_per_layer_config: bool = False
-    """Whether transformers' class reads `per_layer_config`, by which sizes differ between layers."""
+    """Whether transformers' class reads `per_layer_config`, by which sizes differ between layers.
+    """
     is_t5: bool = False
-    """Whether this is T5's architecture: relative position biases, so that a text may have any length; RMSNorm; tied
-    embeddings by default; pretraining by span corruption."""
+    """Whether this is T5's architecture: relative position biases, so that a text may have any
+    length; RMSNorm; tied embeddings by default; pretraining by span corruption.
+    """
     decoder_starts_with_last: bool = False
-    """Whether the decoder's input begins with the last token of its target (a language code, for instance), whatever
-    the config says."""
+    """Whether the decoder's input begins with the last token of its target (a language code, for
+    instance), whatever the config says.
+    """
 
     # Software that loads the result
     legacy_keys: Mapping[str, str] = field(default_factory=dict)
-    """Config keys of transformers 5, dotted where nested, each with a name in transformers 4 that other types do not have.
+    """Config keys of transformers 5, dotted where nested, each with a name in transformers 4 that
+    other types do not have.
     """
     legacy_scaled_share: float | None = None
-    """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for any."""
-    run_in: frozenset[str] = frozenset()
-    """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3 K/V heads, gave the
-    tokens and logits of transformers (`check-serving`; docs/serving-and-publishing.md names the versions)."""
-    listed_in: frozenset[str] = frozenset()
+    """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for
+    any.
+    """
+    run_in: tuple[str, ...] = ()
+    """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3
+    K/V heads, gave the tokens and logits of transformers (`check-serving`;
+    docs/serving-and-publishing.md names the versions).
+    """
+    listed_in: tuple[str, ...] = ()
     """Engines that list the type and read its K/V-head count, but in which it was not run."""
-    beyond_window_in: frozenset[str] = frozenset()
+    beyond_window_in: tuple[str, ...] = ()
     """Engines that attend to more than the type's sliding window."""
     native: bool = True
     """Whether transformers' own classes hold fewer K/V heads than query heads."""
     modeling: Modeling | None = None
     """The modelling file that the result needs; None where stock classes hold fewer K/V heads."""
     layerwise: tuple[Modeling, ...] = ()
-    """The modelling files of results whose layers differ in their K/V heads, the preferred one first; empty where layers
-    may not differ."""
+    """The modelling files of results whose layers differ in their K/V heads, the preferred one
+    first; empty where layers may not differ.
+    """
 
     @property
     def shared_norm_names(self) -> tuple[str, ...]:
@@ -200,7 +250,7 @@ class Family:
     @property
     def engines(self) -> frozenset[str]:
         """Software in which the type's grouped-query form was run without custom code."""
-        return self.run_in | {"transformers"} if self.native else frozenset()
+        return frozenset({*self.run_in, "transformers"} if self.native else ())
 
     @property
     def is_layerwise(self) -> bool:
@@ -213,21 +263,24 @@ class Family:
         return self.modeling is not None and self.modeling.model_type == self.model_type
 
     def owns(self, name: str) -> bool:
-        """Whether a module, tensor or parameter can belong to the family's layers; always true outside a composite."""
+        """Whether a module, tensor or parameter can belong to the family's layers; always true
+        outside a composite.
+        """
         if not self.is_composite or name.startswith("mtp."):  # layers for multi-token prediction
             return True
-        return any(
-            name.startswith(f"{prefix}{place}.")
-            for prefix in self.prefixes
-            for place, _ in self.layers
-        )
+        return self.layer_of(name) is not None
 
-    @property
-    def reads_images_alone(self) -> bool:
-        """Whether the type has cross-attention that only runs when an image is given."""
-        return self.is_composite and bool(self.cross_attention)
+    def layer_of(self, name: str) -> re.Match[str] | None:
+        """Where a module or tensor lies: the place of its layer among `layers`, and the layer's
+        number; None where transformers looks for none.
+        """
+        prefixes = "|".join(map(re.escape, self.prefixes))
+        places = "|".join(re.escape(place) for place, _ in self.layers)
+        return re.match(rf"(?:{prefixes})({places})\.(\d+)\.", name)
 
     @property
     def stock_type(self) -> str:
-        """transformers' own model type: the source's for a result with a modelling file, else the type itself."""
+        """transformers' own model type: the source's for a result with a modelling file, else the
+        type itself.
+        """
         return self.modeling.source_type if self.modeling else self.model_type

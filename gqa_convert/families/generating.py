@@ -10,8 +10,9 @@ _ROOM = 256
 
 @contextmanager
 def generating_with(model: Any, **settings: Any) -> Iterator[None]:
-    """The model with these settings for generation and none of its own, such as a repetition penalty. A step does not copy
-    the cache, and on a CPU, sdpa attention reads keys and values once for all query heads that share them.
+    """The model with these settings for generation and none of its own, such as a repetition
+    penalty. A step does not copy the cache, and on a CPU, sdpa attention reads keys and values once
+    for all query heads that share them.
     """
     from transformers import GenerationConfig
     from transformers.cache_utils import DynamicLayer
@@ -40,8 +41,8 @@ def _update(layer: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any
 
 
 def _appended(kept: Any, new: Any) -> Any:
-    """[B, N, S + L, c], of [B, N, S, c] or nothing and [B, N, L, c]: the beginning of a tensor with room for more, in
-    which the heads' strides tell how much.
+    """[B, N, S + L, c], of [B, N, S, c] or nothing and [B, N, L, c]: the beginning of a tensor with
+    room for more, in which the heads' strides tell how much.
     """
     from torch.nn.functional import pad
 

@@ -1,7 +1,9 @@
-"""Finds the attention of a checkpoint in its tensor headers and checks it against the config, without reading weights."""
+"""Finds the attention of a checkpoint in its tensor headers and checks it against the config,
+without reading weights.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
@@ -42,12 +44,22 @@ class AttentionLayer(NamedTuple):
 
 
 class AttentionFinder:
-    """Finds every attention module and checks its shapes against the config and against one another.
+    """Finds every attention module and checks its shapes against the config and against one
+    another.
 
     Args:
         checkpoint: whose headers are read.
         family: its record.
         encoder: whether an encoder's self-attention is to be converted too.
+
+    Attributes:
+        where: the config, for messages.
+        config: of the decoder.
+        heads: query heads outside an encoder.
+        kv_heads: K/V heads of a layer outside an encoder; where layers differ, of the one with the
+            most.
+        layers: the modules that transformers runs.
+        unused_layers: those that it leaves out, such as layers for multi-token prediction.
 
     Raises:
         UnsupportedFamilyError: the config has values with which the family can't be converted.
@@ -68,33 +80,36 @@ class AttentionFinder:
                 raise UnsupportedFamilyError(
                     f"{self.where} has {key} = {value!r}, and so it can't be converted: {reason}"
                 )
+
+        # the heads that the config states
         self.heads = self._query_heads(family.heads_key)
         kinds = self._attention_kinds()
         decoder = [module for module, kind in kinds.items() if kind != "encoder"]
         if not decoder:
             raise ConfigError(
-                f"{checkpoint.source_id} holds no tensor that ends in {family.attention[0]}.{family.fused or family.key}.weight"
-                f"{' outside its encoder' if kinds else ''}, though its model type {family.model_type} has them: {_APART}"
+                f"{checkpoint.source_id} holds no tensor that ends in "
+                f"{family.attention[0]}.{family.fused or family.key}.weight"
+                f"{' outside its encoder' if kinds else ''}, though its model type "
+                f"{family.model_type} has them: {_APART}"
             )
         if encoder and len(decoder) == len(kinds):
             raise OptionError(
-                f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder attention to convert: leave it out"
+                f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder "
+                "attention to convert: leave it out"
             )
-        self._by_layer = kv_heads_by_layer(self.config, self.where)
-        self.kv_heads = max(self._by_layer) if self._by_layer else self._kv_heads()
-        """The K/V heads of a layer outside an encoder; where layers differ, of the one with the most."""
+        by_layer = kv_heads_by_layer(self.config, self.where)
+        self._by_layer = dict(enumerate(by_layer or ()))
+        self.kv_heads = max(by_layer) if by_layer else self._kv_heads()
         if not family.listed:
             self.family = with_key_norm(family, self.entries, self.kv_heads)
+
+        # the modules, of which transformers runs those where it looks for layers
         modules = [*kinds] if encoder else decoder
         run = [module for module in modules if is_run(family, self.config, module)] or modules
+        self.layers = tuple(self._layer(module, kinds[module]) for module in run)
         # a config that states the heads of each layer says nothing of others
-        unused = [] if self._by_layer else [module for module in modules if module not in run]
-        self.layers, self.unused_layers = (
-            tuple(self._layer(module, kinds[module]) for module in part) for part in (run, unused)
-        )
-        """The layers, and those that transformers leaves out, such as layers for multi-token prediction behind the last
-        one.
-        """
+        unused = [] if by_layer else [module for module in modules if module not in run]
+        self.unused_layers = tuple(self._layer(module, kinds[module]) for module in unused)
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
         """Every module with a key or a value projection."""
@@ -103,7 +118,8 @@ class AttentionFinder:
         projections = family.fused or f"{family.key}|{family.value}"
         pattern = re.compile(rf"(.*\b(?:{attention}))\.(?:{projections})\.weight")
         found: dict[str, AttentionKind] = {}
-        for module in (match[1] for match in map(pattern.fullmatch, self.entries) if match):
+        for match in filter(None, map(pattern.fullmatch, self.entries)):
+            module = match[1]
             if family.encoder in module.split("."):
                 found[module] = "encoder"
             elif family.owns(module):
@@ -117,8 +133,8 @@ class AttentionFinder:
         return self._count(key if stated else "num_attention_heads", 0)
 
     def _count(self, key: str, heads: int) -> int:
-        """A number of heads that the config states, which must divide `heads` query heads unless that is 0; where it
-        states none, as many as query heads.
+        """A number of heads that the config states, which must divide `heads` query heads unless
+        that is 0; where it states none, as many as query heads.
         """
         value = config_value(self.config, key)
         if value is None and heads:
@@ -131,23 +147,24 @@ class AttentionFinder:
         return value
 
     def _kv_heads(self) -> int:
-        """The source's K/V heads outside an encoder, which are as many as query heads where no key states them."""
+        """The source's K/V heads outside an encoder, where its layers have one number."""
         kind = self.family.kv_heads
-        if kind == "falcon":
-            if self.config.get("new_decoder_architecture"):  # the count acts in it only
-                return self._count("num_kv_heads", self.heads)
-            return 1 if self.config.get("multi_query", True) else self.heads
-        if kind == "heads":
-            return self.heads
-        return self._count(self.family.kv_heads_keys[0], self.heads)
+        if kind == "stated":
+            return self._count(self.family.kv_heads_keys[0], self.heads)
+        if kind == "falcon" and self.config.get("new_decoder_architecture"):
+            return self._count("num_kv_heads", self.heads)  # which acts in it only
+        if kind == "falcon" and self.config.get("multi_query", True):
+            return 1
+        return self.heads
 
     # Shapes
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of which heads are counted first, whatever the order in the files."""
+        """The shape of a tensor, of which heads are counted first in every order of files."""
         if name not in self.entries:
             raise ConfigError(
-                f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, download or copy it again"
+                f"tensor {name} is missing beside its siblings: the checkpoint is incomplete, "
+                "download or copy it again"
             )
         shape = self.entries[name].shape
         if not shape or 0 in shape:
@@ -155,57 +172,57 @@ class AttentionFinder:
         return shape[::-1] if self.family.transposed else shape
 
     def _layer(self, module: str, attention_kind: AttentionKind) -> AttentionLayer:
-        """The geometry of a module: the widths of heads follow from query and output projection, and the rows of every
-        tensor must fit them.
+        """The geometry of a module: the widths of heads follow from query and output projection,
+        and the rows of every tensor must fit them.
         """
         family = self.family
-        heads, kv_heads = self.heads, self.kv_heads
+        heads, kv_heads = self.heads, self._by_layer.get(_number(module), self.kv_heads)
         if attention_kind == "encoder":
             heads = kv_heads = self._query_heads(family.encoder_heads_key)
             if family.kv_heads == "stated":
                 kv_heads = self._count(family.encoder_kv_heads_key, heads)
-        elif self._by_layer:
-            number = _number(module)
-            if number >= len(self._by_layer):
-                raise ConfigError(
-                    f"{self.where} states the K/V heads of {len(self._by_layer)} layers, and the weights hold {module}: {_APART}"
-                )
-            kv_heads = self._by_layer[number]
+
+        # widths
         output = f"{module}.{family.output}.weight"
-        value_head_dim, rest = divmod(self._shape(output)[-1], heads)
-        if rest or len(self._shape(output)) != 2:
+        shape = self._shape(output)
+        value_head_dim, rest = divmod(shape[-1], heads)
+        if rest or len(shape) != 2:
             raise ConfigError(
-                f"{output} has shape {list(self.entries[output].shape)}, which does not divide into {heads} heads "
-                f"({self.where}): {_APART}"
+                f"{output} has shape {list(self.entries[output].shape)}, which does not divide "
+                f"into {heads} heads ({self.where}): {_APART}"
             )
         key_head_dim = value_head_dim
         if not family.fused:
-            key_head_dim = self._shape(f"{module}.{family.query}.weight")[0] // (
-                heads * family.query_outputs
-            )
+            rows = self._shape(f"{module}.{family.query}.weight")[0]
+            key_head_dim = rows // (heads * family.query_outputs)
         stated = config_value(self.config, family.head_dim_key)
         if stated not in (None, key_head_dim):
             raise ConfigError(
-                f"{module} has heads of {key_head_dim} rows, and {self.where} states {family.head_dim_key} = {stated}: {_APART}"
+                f"{module} has heads of {key_head_dim} rows, and {self.where} states "
+                f"{family.head_dim_key} = {stated}: {_APART}"
             )
+
+        # one float type
         projections = [family.fused] if family.fused else [family.key, family.value]
         names = [f"{module}.{part}.weight" for part in projections]
         dtypes = {self.dtype(name) for name in names if self._shape(name)}
         if len(dtypes) > 1 or not dtypes <= ITEM_BYTES.keys():
             raise UnsupportedFormatError(
-                f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model in one float type"
+                f"{' and '.join(names)} have type {' and '.join(sorted(dtypes))}: save the model "
+                "in one float type"
             )
         layer = AttentionLayer(
             module, heads, kv_heads, key_head_dim, value_head_dim, dtypes.pop(), attention_kind
         )
+
+        # rows
         for name, sections in self.sections(layer):
             rows = self._shape(name)[0]
             if rows != sum(section.rows for section in sections):
-                words = ", ".join(
-                    f"{each.heads} {each.role} heads of {each.head_rows} rows" for each in sections
-                )
+                words = [f"{s.heads} {s.role} heads of {s.head_rows} rows" for s in sections]
                 raise ConfigError(
-                    f"{name} has {rows} rows, which contradicts {words} ({self.where}): {_APART}"
+                    f"{name} has {rows} rows, which contradicts {', '.join(words)} ({self.where}): "
+                    f"{_APART}"
                 )
         return layer
 
@@ -216,13 +233,13 @@ class AttentionFinder:
     # Divisions into heads
 
     def sections(self, layer: AttentionLayer) -> list[tuple[str, Sections]]:
-        """Every tensor of a layer whose rows count heads, with its division into them: the weights, then the biases of
-        projections and norms that the checkpoint holds.
+        """Every tensor of a layer whose rows count heads, with its division into them: the weights,
+        then the biases of projections and norms that the checkpoint holds.
         """
-        family = self.family
-        kv_heads = layer.kv_heads
-        head_dim = layer.key_head_dim
+        family, kv_heads, head_dim = self.family, layer.kv_heads, layer.key_head_dim
         parts: dict[str, Sections] = {}
+
+        # projections
         has_query = not family.fused or layer.attention_kind == "cross"
         if has_query:
             parts[family.query] = layouts.queries(layer.heads, head_dim, family.query_outputs)
@@ -232,25 +249,26 @@ class AttentionFinder:
         else:
             parts[family.key] = layouts.separate("key", kv_heads, head_dim)
             parts[family.value] = layouts.separate("value", kv_heads, layer.value_head_dim)
+
+        # gains of keys that are not the same for every head
         if family.key_norm in ("full", "per_head"):
             rows = head_dim if family.key_norm == "full" else 1
             parts[family.key_norm_name] = layouts.separate("key_norm", kv_heads, rows)
-        names = [
-            (f"{layer.module}.{part}.{kind}", part) for kind in ("weight", "bias") for part in parts
-        ]
-        return [(name, parts[part]) for name, part in names if name in self.entries]
-
-    def head_lists(self, layer: AttentionLayer) -> Iterator[list[str]]:
-        """Lists of tensors with one tensor per K/V head, in the order of heads."""
-        if self.family.key_norm != "per_head_list":
-            return
-        stem = f"{layer.module}.{self.family.key_norm_name}"
+        found = []
         for kind in ("weight", "bias"):
-            names = [f"{stem}.{head}.{kind}" for head in range(layer.kv_heads)]
-            if names[0] in self.entries:
-                for name in names:
-                    self._shape(name)
-                yield names
+            for part, division in parts.items():
+                name = f"{layer.module}.{part}.{kind}"
+                if name in self.entries:
+                    found.append((name, division))
+        return found
+
+    def head_lists(self, layer: AttentionLayer) -> list[list[str]]:
+        """Lists of tensors with one tensor per K/V head, in the order of heads."""
+        stem = f"{layer.module}.{self.family.key_norm_name}"
+        names = [f"{stem}.{head}.weight" for head in range(layer.kv_heads)]
+        if self.family.key_norm != "per_head_list" or names[0] not in self.entries:
+            return []
+        return [[name for name in names if self._shape(name)]]
 
 
 def _number(module: str) -> int:

@@ -1,12 +1,11 @@
 """The forms in which a config states a number of K/V heads for each layer, behind one interface.
 
-DeciLM comes first where it is possible, since vLLM and llama.cpp run it. The other form has the source's own classes
-with a list under `num_key_value_heads`, for transformers alone.
+DeciLM comes first where it is possible, since vLLM and llama.cpp run it. The other form has the
+source's own classes with a list under `num_key_value_heads`, for transformers alone.
 """
 
 import copy
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,8 @@ from gqa_convert.runtime.json_objects import Config, JsonObject
 
 
 def find_form(family: Family, config: Config) -> Modeling | str:
-    """The first form that a result can have whose layers differ, or the reason why it can have none.
+    """The first form that a result can have whose layers differ, or the reason why it can have
+    none.
 
     Args:
         family: of the source.
@@ -55,7 +55,8 @@ def restate(form: Modeling, config: Config, counts: tuple[int, ...]) -> JsonObje
 
 
 def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
-    """The K/V heads that a config states for each layer; None if its model type has one number for all.
+    """The K/V heads that a config states for each layer; None if its model type has one number for
+    all.
 
     Args:
         config: the content of a config.json.
@@ -80,8 +81,8 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
         is_valid = False
     if not is_valid:
         raise ConfigError(
-            f"{where} has num_key_value_heads = {stated!r} where a number for each layer belongs that divides {heads!r} query "
-            "heads: repair the config"
+            f"{where} has num_key_value_heads = {stated!r} where a number for each layer belongs "
+            f"that divides {heads!r} query heads: repair the config"
         )
     return tuple(stated)
 
@@ -106,16 +107,16 @@ def is_run(family: Family, config: Config, module: str) -> bool:
         config: of its decoder.
         module: its name in the checkpoint.
     """
-    prefixes = "|".join(map(re.escape, family.prefixes))
-    for place, keys in family.layers:
-        match = re.match(rf"(?:{prefixes}){re.escape(place)}\.(\d+)\.", module)
-        if match is not None:
-            return int(match[1]) < (stated_layers(config, keys) or math.inf)
-    return False
+    match = family.layer_of(module)
+    if match is None:
+        return False
+    return int(match[2]) < (stated_layers(config, dict(family.layers)[match[1]]) or math.inf)
 
 
 def stated_layers(config: Config, keys: Sequence[str]) -> int | None:
-    """The number of layers that a config states under the first of some keys that it has; None where it has none."""
+    """The number of layers that a config states under the first of some keys that it has; None
+    where it has none.
+    """
     for key in keys:
         value = config_value(config, key)
         if isinstance(value, list):

@@ -1,8 +1,10 @@
-"""How heads lie inside a tensor: exact and exactly reversible divisions of the axis that counts them.
+"""How heads lie inside a tensor: exact and exactly reversible divisions of the axis that counts
+them.
 
-A layout is a list of sections, in the order in which the converted tensor holds them: queries, keys, values. Each head
-of a section is a run of consecutive rows; layouts differ only in where the runs start. Shape legend: H query heads, K
-K/V heads, c head_dim, d hidden size. A projection is [rows, d] (Conv1D stores its transpose), its bias [rows].
+A layout is a list of sections, in the order in which the converted tensor holds them: queries,
+keys, values. Each head of a section is a run of consecutive rows; layouts differ only in where the
+runs start. Shape legend: H query heads, K K/V heads, c head_dim, d hidden size. A projection is
+[rows, d] (Conv1D stores its transpose), its bias [rows].
 """
 
 from collections.abc import Sequence
@@ -16,8 +18,8 @@ Role = Literal["query", "gate", "key", "value", "key_norm"]
 FusedLayout = Literal["blocks", "grouped"]
 """Order of a fused projection's rows.
 
-blocks: [q | k | v], one block of all heads for each. grouped: for each K/V head its query heads, its key and its value;
-with K = H that is [q, k, v] per head.
+blocks: [q | k | v], one block of all heads for each. grouped: for each K/V head its query heads,
+its key and its value; with K = H that is [q, k, v] per head.
 """
 
 
@@ -26,7 +28,9 @@ class Section(NamedTuple):
 
     role: Role
     head_rows: int
-    """Rows of one head: head_dim for a projection, twice that for queries with a gate, 1 for a gain per head."""
+    """Rows of one head: head_dim for a projection, twice that for queries with a gate, 1 for a gain
+    per head.
+    """
     starts: tuple[int, ...]
 
     @property
@@ -66,8 +70,8 @@ def separate(role: Role, heads: int, head_rows: int) -> Sections:
 
 
 def queries(heads: int, head_rows: int, outputs: int) -> Sections:
-    """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each head's gate, if there are
-    more outputs than one, follows it.
+    """The layout of the queries' own projection: [heads * head_rows * outputs, d], where each
+    head's gate, if there are more outputs than one, follows it.
     """
     one: list[_Head] = [("query", head_rows), ("gate", head_rows * (outputs - 1))]
     return _in_order(one[:outputs] * heads)
@@ -90,8 +94,8 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sect
 
 
 def regrouped(sections: Sections, groups: int) -> Sections:
-    """The layout of the converted tensor: section behind section, those that are merged with `groups` heads. Where no
-    number changes, it is the source's.
+    """The layout of the converted tensor: section behind section, those that are merged with
+    `groups` heads. Where no number changes, it is the source's.
 
     Args:
         sections: the source's layout.

@@ -1,5 +1,5 @@
-"""The config keys that transformers 4 reads, for a config that transformers 5 saved: without them transformers 4 and
-other software of its time would silently take defaults.
+"""The config keys that transformers 4 reads, for a config that transformers 5 saved: without them
+transformers 4 and other software of its time would silently take defaults.
 """
 
 from gqa_convert.families.composite import config_value
@@ -12,7 +12,8 @@ _NAMES = {
     "rope_parameters.rope_theta": "rope_theta",
     "rope_parameters.partial_rotary_factor": "partial_rotary_factor",
 }
-"""Keys of transformers 5, each with its name in transformers 4, which a type's own names override."""
+"""Keys of transformers 5, each with its name in transformers 4, which a type's own names override.
+"""
 
 
 def legacy_config_keys(config: Config) -> JsonObject:
@@ -22,10 +23,11 @@ def legacy_config_keys(config: Config) -> JsonObject:
         config: what config.json holds, for a stock class.
 
     Returns:
-        Entries to add to it: `torch_dtype`; from `rope_parameters` the base and the share of rotary dimensions, under
-        the names that the model type had for them; where positions are scaled, `rope_scaling` and what belongs beside
-        it, since transformers 5 reads it in place of `rope_parameters`; renamed counts such as `num_experts`. Nothing
-        that the config has already. Layers that differ in their positions have no `rope_scaling`, unless the type names
+        Entries to add to it: `torch_dtype`; from `rope_parameters` the base and the share of rotary
+        dimensions, under the names that the model type had for them; where positions are scaled,
+        `rope_scaling` and what belongs beside it, since transformers 5 reads it in place of
+        `rope_parameters`; renamed counts such as `num_experts`. Nothing that the config has
+        already. Layers that differ in their positions have no `rope_scaling`, unless the type names
         one of their kinds.
     """
     family = record_of(config)

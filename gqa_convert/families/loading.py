@@ -1,7 +1,7 @@
 """Loads checkpoints with transformers, only from the disk and without transformers' progress bars.
 
-Code from a checkpoint never runs unless the caller asks for it. Results with a modelling file of this package load
-through the package's own copy.
+Code from a checkpoint never runs unless the caller asks for it. Results with a modelling file of
+this package load through the package's own copy.
 """
 
 import inspect
@@ -43,7 +43,8 @@ _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 for _noisy in ("torchao", "torch.utils._pytree"):
-    # transformers and accelerate import torchao where it is installed, which reports kernels that are not used here
+    # transformers and accelerate import torchao where it is installed, which reports kernels that
+    # are not used here
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 
@@ -75,7 +76,9 @@ def no_warnings() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> JsonObject:
-    """What config.json holds; an empty dict if it can't be read, which transformers reports when it loads."""
+    """What config.json holds; an empty dict if it can't be read, which transformers reports when it
+    loads.
+    """
     return read_object(folder / "config.json")
 
 
@@ -92,13 +95,16 @@ def read_object(path: Path) -> JsonObject:
 
 
 def is_encoder_decoder(config: Config) -> bool:
-    """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model type."""
+    """Whether a checkpoint has an encoder and a decoder, by its config.json or else by its model
+    type.
+    """
     stated = config.get("is_encoder_decoder")
     return stated if isinstance(stated, bool) else record_of(config).encoder is not None
 
 
 def auto_class(config: Config) -> str:
-    """The auto class of a checkpoint: of the class that it was saved from, or else of its type's language model.
+    """The auto class of a checkpoint: of the class that it was saved from, or else of its type's
+    language model.
 
     Args:
         config: what its config.json holds.
@@ -106,7 +112,7 @@ def auto_class(config: Config) -> str:
     Returns:
         One of `TASKS`.
     """
-    if is_composite(config):
+    if is_composite(config) and not is_encoder_decoder(config):
         return TASKS[3]
     stated = _stated_class(config)
     if stated in TASKS:
@@ -114,11 +120,7 @@ def auto_class(config: Config) -> str:
     if not is_encoder_decoder(config):
         return TASKS[0]
     stock_type = record_of(config).stock_type
-    return (
-        TASKS[2]
-        if stock_type in _classes(TASKS[2]) and stock_type not in _classes(TASKS[1])
-        else TASKS[1]
-    )
+    return next((auto for auto in TASKS[1:] if stock_type in _classes(auto)), TASKS[1])
 
 
 def hears(config: Config) -> bool:
@@ -126,14 +128,37 @@ def hears(config: Config) -> bool:
     return is_encoder_decoder(config) and auto_class(config) == TASKS[2]
 
 
+def read_kind(config: Config) -> str:
+    """What the model reads, in the words of messages: "sounds" or "text"."""
+    return "sounds" if hears(config) else "text"
+
+
+def encoder_shape(config: Any, length: int) -> tuple[int, ...]:
+    """The shape of one picture, or of the features of one sound, that an encoder reads.
+
+    Args:
+        config: of a loaded encoder-decoder whose encoder reads no text.
+        length: frames of a sound, where windows do not have one length.
+    """
+    encoder = getattr(config, "encoder_config", getattr(config, "encoder", config))
+    if hasattr(encoder, "image_size"):
+        sides = encoder.image_size
+        return encoder.num_channels, *(sides if isinstance(sides, list | tuple) else (sides, sides))
+    if hasattr(config, "num_mel_bins"):  # Whisper, which has bins first
+        return config.num_mel_bins, 2 * config.max_source_positions
+    return length, getattr(encoder, "num_mel_bins", None) or encoder.input_feat_per_channel
+
+
 def headless_class(config: Config) -> str | None:
-    """The auto class of a checkpoint that was saved without a language-model head; None if it has one or does not say.
+    """The auto class of a checkpoint that was saved without a language-model head; None if it has
+    one or does not say.
 
     Args:
         config: what its config.json holds.
 
     Returns:
-        The auto class of a classifier, of a question-answering model or, for the layers without a head, `AutoModel`.
+        The auto class of a classifier, of a question-answering model or, for the layers without a
+        head, `AutoModel`.
     """
     if any(name.endswith(_HEADS) for name in _architectures(config)):
         return None  # found without importing transformers
@@ -162,7 +187,8 @@ def _classes(auto: str) -> dict[str, Any]:
 
 
 def check_language_model(name: str, config: Config, advice: str) -> None:
-    """Refuse a checkpoint whose config says that it has no language-model head, before its weights are loaded.
+    """Refuse a checkpoint whose config says that it has no language-model head, before its weights
+    are loaded.
 
     A checkpoint of only the layers passes if its head may be tied to its embeddings.
 
@@ -192,19 +218,20 @@ def check_complete(name: str, folder: Path, missing: list[str], advice: str) -> 
         NoLanguageModelError: the checkpoint was saved without a language-model head.
         CorruptCheckpointError: the parameters belong to something that it should hold.
     """
-    if not missing:
-        return
     config = read_config(folder)
-    if headless_class(config) is not None:
+    if missing and headless_class(config) is not None:
         raise _no_language_model(name, config, advice)
-    raise CorruptCheckpointError(
-        f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or fetch it again"
-    )
+    if missing:
+        raise CorruptCheckpointError(
+            f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or "
+            "fetch it again"
+        )
 
 
 def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageModelError:
     return NoLanguageModelError(
-        f"{name} was saved as {_architectures(config)[0]}, which has no language-model head: {advice}"
+        f"{name} was saved as {_architectures(config)[0]}, which has no language-model head: "
+        f"{advice}"
     )
 
 
@@ -213,7 +240,8 @@ def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageMode
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn transformers' errors about a checkpoint into one line; errors about too little memory pass unchanged.
+    """Turn transformers' errors about a checkpoint into one line; errors about too little memory
+    pass unchanged.
 
     Raises:
         CorruptCheckpointError: transformers can't load the checkpoint.
@@ -229,8 +257,8 @@ def explained(name: str) -> Iterator[None]:
 
 
 def _register(config: Config) -> None:
-    """Make the model type of a result with a modelling file known to transformers, so that the checkpoint's copy of the
-    file need not run.
+    """Make the model type of a result with a modelling file known to transformers, so that the
+    checkpoint's copy of the file need not run.
     """
     if record_of(config).is_converted:
         from gqa_convert.families.modeling import register_modeling
@@ -246,13 +274,13 @@ def load_model(
     Args:
         folder: a local checkpoint.
         dtype: a torch type, or "auto" for the type that the checkpoint has.
-        run_code: whether to execute the checkpoint's modelling file, as users without this package do; only for files
-            that are known.
+        run_code: whether to execute the checkpoint's modelling file, as users without this package
+            do; only for files that are known.
         options: further options of `from_pretrained`.
 
     Returns:
-        The model, and the parameters for which the folder has no fitting tensor: their names, and both shapes where
-        they differ.
+        The model, and the parameters for which the folder has no fitting tensor: their names, and
+        both shapes where they differ.
 
     Raises:
         Exception: whatever transformers raises.
@@ -292,21 +320,23 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     """
     import transformers
 
-    stated = read_config(folder)
-    _register(stated)
-    config = transformers.AutoConfig.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
-    return getattr(transformers, auto_class(stated)).from_config(
-        config, dtype=dtype, trust_remote_code=False
-    )
+    auto = getattr(transformers, auto_class(read_config(folder)))
+    return auto.from_config(_load_config(folder), dtype=dtype, trust_remote_code=False)
+
+
+def _load_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    _register(read_config(folder))
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def outline_model(folder: Path) -> Any:
-    """The model of `load_model` with uninitialised parameters and buffers, for a process that receives them and their
-    types from another.
+    """The model of `load_model` with uninitialised parameters and buffers, for a process that
+    receives them and their types from another.
 
-    Their memory is reserved but not touched, so that the system provides it only when something is written.
+    Their memory is reserved but not touched, so that the system provides it only when something is
+    written.
 
     Args:
         folder: a local checkpoint, whose weights are not read.
@@ -320,12 +350,10 @@ def outline_model(folder: Path) -> Any:
     with torch.device("meta"):
         model = model_of_config(folder, torch.float32)
     for module in model.modules():
-        if any(
-            isinstance(value, torch.Tensor) and value.is_meta for value in vars(module).values()
-        ):
-            raise ValueError(
-                f"{type(module).__name__} keeps numbers outside its parameters and buffers"
-            )
+        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        if any(value.is_meta for value in kept):
+            name = type(module).__name__
+            raise ValueError(f"{name} keeps numbers outside its parameters and buffers")
     model.to_empty(device="cpu")
     model.tie_weights()
     return model.eval()
@@ -337,19 +365,17 @@ def check_readable_config(folder: Path) -> None:
     Raises:
         CorruptCheckpointError: the config is such a one.
     """
-    import transformers
+    from transformers import CONFIG_MAPPING
 
     stated = read_config(folder)
-    _register(stated)
-    if stated.get("model_type") in transformers.CONFIG_MAPPING:
+    if stated.get("model_type") in CONFIG_MAPPING or record_of(stated).is_converted:
         with explained(f"{folder}/config.json"):
-            transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
+            _load_config(folder)
 
 
 def untie(model: Any, name: str) -> None:
-    """Give a parameter that a model shares under several names a tensor of its own under one of them.
+    """Give a parameter that a model shares under several names a tensor of its own under one of
+    them.
 
     Args:
         model: a model without its numbers; the new tensor has none either.
@@ -376,5 +402,5 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def cache_name(model: Any) -> str:
-    """What transformers calls the cache among a model's arguments and outputs: `cache` since 5.24."""
+    """What transformers calls the cache among arguments and outputs: `cache` since 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,6 +1,9 @@
-"""The records of all model types, made from two files: what transformers' classes state, and what no class states."""
+"""The records of all model types, made from two files: what transformers' classes state, and what
+no class states.
+"""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,22 +22,18 @@ DECILM_SOURCES = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
 _UNLISTED = "its model type is on no list"
-NO_ENGINES: JsonObject = dict.fromkeys(("run_in", "listed_in", "beyond_window_in"), frozenset())
+NO_ENGINES: JsonObject = dict.fromkeys(("run_in", "listed_in", "beyond_window_in"), ())
 """The fields about engines of a type that none of them runs."""
 _NOT_FIELDS = ("like", "modeling", "by_layer", "tokenizer", "classes", "own_code")
 """Keys of a row that a record states in another form."""
-_DECILM_CLASSES = (
-    ("AutoConfig", "DeciLMConfig"),
-    ("AutoModel", "DeciLMModel"),
-    ("AutoModelForCausalLM", "DeciLMForCausalLM"),
-)
 
 
 def _row(model_type: str) -> JsonObject:
     """What the two files state about a type."""
     facts = _FACTS["types"]
     own = facts[model_type]
-    return {"classes": {}, **_DERIVED.get(model_type, {}), **facts.get(own.get("like"), {}), **own}
+    stated = {**_DERIVED.get(model_type, {}), **facts.get(own.get("like"), {}), **own}
+    return {"classes": {}, "tokenizer": "TokenizersBackend", **stated}
 
 
 def _frozen(value: Any) -> Any:
@@ -48,44 +47,42 @@ def _records(model_type: str) -> dict[str, Family]:
     """The record of a type, and that of its results that have a modelling file."""
     row = _row(model_type)
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
-    fields |= {key: frozenset(row.get(key, "").split()) for key in NO_ENGINES}
-    fields["native"] = not row.keys() & {"modeling", "own_code"}
-    family = Family(model_type=model_type, **fields)
-    own_type = CONVERTED_PREFIX + model_type.replace("-", "_")
-    own_classes = tuple((auto, f"GQA{name}") for auto, name in row["classes"].items())
-    tokenizer = row.get("tokenizer", "TokenizersBackend")
-    fast = tokenizer.replace(
-        "TokenizersBackend", "PreTrainedTokenizerFast"
-    )  # the name that engines know as well
+    native = not row.keys() & {"modeling", "own_code"}
+    family = Family(model_type=model_type, native=native, **fields)
+    if "modeling" not in row and "by_layer" not in row:
+        return {model_type: family}
+
+    # DeciLM's own type has no other form; the stock types that can become one prefer it
     source = DECILM_SOURCES[0] if model_type == DECILM else model_type
-    decilm = Modeling("gqa_decilm", source, DECILM, _DECILM_CLASSES, fast)
+    # the tokenizer is named as engines name it too
+    fast = row["tokenizer"].replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    by_layer = tuple(_row(DECILM)["classes"].items())
+    decilm = Modeling("gqa_decilm", source, DECILM, by_layer, fast)
     if model_type == DECILM:
         return {DECILM: replace(family, modeling=decilm, layerwise=(decilm,))}
+
+    # the source keeps its type, and the result has its own
+    own_type = CONVERTED_PREFIX + model_type.replace("-", "_")
+    classes = tuple((auto, f"GQA{name}") for auto, name in row["classes"].items())
     if "modeling" in row:
-        form = Modeling(row["modeling"], model_type, own_type, own_classes, tokenizer)
+        form = Modeling(row["modeling"], model_type, own_type, classes, row["tokenizer"])
         family = replace(family, modeling=form, kv_heads=row.get("kv_heads", "heads"))
         others: JsonObject = {"kv_heads": "stated", "fused_layout": "blocks"}
-    elif "by_layer" in row:
-        tasks = dict(_DECILM_CLASSES)
-        form = Modeling(
-            "gqa_by_layer",
-            model_type,
-            own_type,
-            tuple(c for c in own_classes if c[0] in tasks),
-            fast,
-        )
+    else:
+        classes = tuple(each for each in classes if each[0] in dict(by_layer))
+        form = Modeling("gqa_by_layer", model_type, own_type, classes, fast)
         forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
         family = replace(family, layerwise=forms)
         others = {"kv_heads": "listed", "layerwise": (form,)}
-    else:
-        return {model_type: family}
     others |= NO_ENGINES | {"legacy_keys": {}}  # transformers 4 can't load a result
     result = replace(family, model_type=own_type, modeling=form, native=False, **others)
     return {model_type: family, own_type: result}
 
 
 def unlisted(model_type: str) -> Family:
-    """The record of a type that stands in no table: that of a Llama, of whose keys and values nothing else is known."""
+    """The record of a type that stands in no table: that of a Llama, of whose keys and values
+    nothing else is known.
+    """
     return Family(
         model_type=model_type,
         listed=False,
@@ -96,7 +93,8 @@ def unlisted(model_type: str) -> Family:
 
 
 def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> Family:
-    """The record of a type that stands in no table, with the norm of keys that the shapes of its gains tell.
+    """The record of a type that stands in no table, with the norm of keys that the shapes of its
+    gains tell.
 
     Args:
         family: its record so far.
@@ -106,14 +104,11 @@ def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> 
     for name, gains in tensors.items():
         module, _, part = name.removesuffix(".weight").rpartition(".")
         keys = tensors.get(f"{module}.{family.key}.weight")
-        if keys is not None and part.startswith(("k_", "key_")) and part.endswith("norm"):
+        if keys is not None and re.fullmatch(r"k(ey)?_\w*norm", part):
             rows = keys.shape[0]
-            kinds: Any = (
-                {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"} if kv_heads > 1 else {}
-            )
-            return replace(
-                family, key_norm=kinds.get(tuple(gains.shape), "shared"), key_norm_name=part
-            )
+            kinds: Any = {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"}
+            kind: Any = kinds.get(tuple(gains.shape), "shared") if kv_heads > 1 else "shared"
+            return replace(family, key_norm=kind, key_norm_name=part)
     return family
 
 
@@ -124,8 +119,9 @@ for _name in _FACTS["types"]:
     ALL |= _records(_name)
 
 COMPOSITES: dict[str, str] = _FACTS["composites"]
-"""Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose config does not name
-its own."""
+"""Models that wrap a decoder, such as vision-language models, each with the type of a decoder whose
+config does not name its own.
+"""
 
 INNER = {
     name: ALL[name]
@@ -140,7 +136,9 @@ FAMILIES = {
 """Every model type that can be converted, with those of results that have a modelling file."""
 
 REFUSALS = {name: reason for reason, names in _FACTS["refused"].items() for name in names.split()}
-"""Model types that are known and not converted, with the end of the sentence "model type X can't be converted: ..."."""
+"""Model types that are known and not converted, with the end of the sentence "model type X can't be
+converted: ...".
+"""
 
 
 def record_of(config: Config) -> Family:

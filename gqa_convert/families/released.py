@@ -1,4 +1,6 @@
-"""The releases of the modelling files, which lie in published results: which release a result's files are of."""
+"""The releases of the modelling files, which lie in published results: which release a result's
+files are of.
+"""
 
 import functools
 import hashlib
@@ -10,7 +12,9 @@ from typing import NamedTuple
 from gqa_convert.families.family import MODELING, Modeling
 
 TESTED = ">=5.18,<5.25"
-"""The versions of transformers that the modelling files of this release were tested with; pyproject.toml states them too."""
+"""The versions of transformers that the modelling files of this release were tested with;
+pyproject.toml states them too.
+"""
 
 TESTED_KEY = "transformers_tested"
 """Where a result's config.json has the versions that its modelling files were tested with."""
@@ -21,7 +25,9 @@ class Release(NamedTuple):
 
     name: str
     transformers: str | None
-    """The versions that they were tested with, as results of this release state them; None if they state none."""
+    """The versions that they were tested with, as results of this release state them; None if they
+    state none.
+    """
     files: Mapping[str, str]
     """The SHA-256 of each file, by its name."""
 
@@ -46,8 +52,8 @@ def releases() -> tuple[Release, ...]:
 
 
 def release_of(folder: Path, modeling: Modeling) -> Release | None:
-    """The latest release that the modelling files in a folder are of; None where a file is of none, or two are of
-    different ones.
+    """The latest release that the modelling files in a folder are of; None where a file is of none,
+    or two are of different ones.
 
     Args:
         folder: a result.

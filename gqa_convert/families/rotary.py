@@ -23,15 +23,20 @@ def rotary_pairs(family: Family, config: Config, head_dim: int) -> npt.NDArray[A
         head_dim: rows of a key head.
 
     Returns:
-        [2, f]: the rows that are real parts and those that are imaginary parts, in order of frequency.
+        [2, f]: the rows that are real parts and those that are imaginary parts, in order of
+        frequency.
 
     Raises:
         ConfigError: the config states a number of rotary dimensions that makes no pairs.
     """
+    key, wanted = family.rotary_only_when or ("", False)
+    if family.rotary == "none" or config.get(key, False) != wanted:
+        return np.empty((2, 0), int)
     count = _rotary_dimensions(family, config, head_dim)
     if type(count) is not int or not 0 <= count <= head_dim or count % 2:
         raise ConfigError(
-            f"config.json states {count!r} rotary dimensions of {head_dim} in a head, which make no pairs: repair it"
+            f"config.json states {count!r} rotary dimensions of {head_dim} in a head, which make "
+            "no pairs: repair it"
         )
     rows = np.arange(count)
     return rows.reshape(-1, 2).T if family.rotary == "interleaved" else rows.reshape(2, -1)
@@ -39,12 +44,6 @@ def rotary_pairs(family: Family, config: Config, head_dim: int) -> npt.NDArray[A
 
 def _rotary_dimensions(family: Family, config: Config, head_dim: int) -> Any:
     """What the config states, directly or as a share of the head; it may be no number."""
-    if family.rotary == "none":
-        return 0
-    if family.rotary_only_when is not None:
-        key, wanted = family.rotary_only_when
-        if config.get(key, False) != wanted:
-            return 0
     for key in _SHARE_KEYS if family.reads_rotary_share else ():
         share = config_value(config, key)
         if share is not None:

@@ -37,8 +37,9 @@ def family_of(config: Config) -> Family:
         config: what config.json holds.
 
     Raises:
-        UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't be converted; or the
-            decoder has no form with fewer K/V heads that the composite model's class can hold.
+        UnsupportedFamilyError: the model type, or that of the decoder inside, is unknown or can't
+            be converted; or the decoder has no form with fewer K/V heads that the composite model's
+            class can hold.
     """
     check_per_layer_config(config, "config.json")
     model_type = config.get("model_type")
@@ -47,7 +48,8 @@ def family_of(config: Config) -> Family:
     layers = (decoder.get("per_layer_config") or {}).values()
     if any(layer.get("num_key_value_heads") not in (None, stated) for layer in layers):
         raise UnsupportedFamilyError(
-            "the layers differ in their number of K/V heads already (per_layer_config): convert the source that they were made of"
+            "the layers differ in their number of K/V heads already (per_layer_config): convert "
+            "the source that they were made of"
         )
     if is_composite(config):
         try:
@@ -58,8 +60,9 @@ def family_of(config: Config) -> Family:
             ) from None
         if not inside.native or inside.encoder is not None or inside.kv_heads != "stated":
             raise UnsupportedFamilyError(
-                f"model type {model_type} can't be converted with a {inside.model_type} inside: transformers has no class of "
-                f"{inside.model_type} with a K/V-head count, and a modelling file can't stand inside another model"
+                f"model type {model_type} can't be converted with a {inside.model_type} inside: "
+                f"transformers has no class of {inside.model_type} with a K/V-head count, and a "
+                "modelling file can't stand inside another model"
             )
         # the decoder's, found only behind the prefixes of one inside another model
         name = str(model_type)
@@ -80,7 +83,8 @@ def family_of(config: Config) -> Family:
 
 
 def check_per_layer_config(config: Config, where: str) -> None:
-    """Refuse a config with values for each layer that transformers' class of the type would load without.
+    """Refuse a config with values for each layer that transformers' class of the type would load
+    without.
 
     Args:
         config: what config.json holds.
@@ -92,8 +96,9 @@ def check_per_layer_config(config: Config, where: str) -> None:
     decoder = decoder_config(config)
     if decoder.get("per_layer_config") and not record_of(decoder).reads_per_layer_config:
         raise UnsupportedFamilyError(
-            f"{where} has per_layer_config, which transformers' class of {decoder.get('model_type')} ignores, so that all "
-            "layers would have one number of K/V heads: use the folder that it was made from"
+            f"{where} has per_layer_config, which transformers' class of "
+            f"{decoder.get('model_type')} ignores, so that all layers would have one number of K/V "
+            "heads: use the folder that it was made from"
         )
 
 
@@ -111,13 +116,14 @@ def find_family(model_type: object) -> Family:
         return FAMILIES[model_type]
     if model_type in COMPOSITES:
         raise UnsupportedFamilyError(
-            f"model type {model_type} wraps a decoder, whose config is needed too: name the folder of the whole checkpoint"
+            f"model type {model_type} wraps a decoder, whose config is needed too: name the folder "
+            "of the whole checkpoint"
         )
     if model_type in REFUSALS:
         raise UnsupportedFamilyError(
             f"model type {model_type} can't be converted: {REFUSALS[model_type]}"
         )
     raise UnsupportedFamilyError(
-        f"model type {model_type!r} is unknown, none of the {len(FAMILIES)} that can be converted: convert a checkpoint of "
-        "another type, or add a record of this one"
+        f"model type {model_type!r} is unknown, none of the {len(FAMILIES)} that can be converted: "
+        "convert a checkpoint of another type, or add a record of this one"
     )

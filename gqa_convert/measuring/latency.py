@@ -283,9 +283,8 @@ class Decoder:
         self._prompt, self._token = tokens.split(context, dim=1)
         self._encoded = self._prompt if model.config.is_encoder_decoder else None
         if self._encoded is not None and model.main_input_name != "input_ids":
-            # sound, of the length that the encoder expects and halves
-            shape = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-            self._encoded = torch.randn(shape, dtype=model.dtype, **random)
+            shape = loading.encoder_shape(model.config, context)
+            self._encoded = torch.randn(batch, *shape, dtype=model.dtype, **random)
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1

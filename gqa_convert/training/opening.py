@@ -17,9 +17,9 @@ from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_block
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DataError, RecipeError
-from gqa_convert.families.config_sizes import VOCABULARY_KEYS
 from gqa_convert.families.context_length import (
     SPAN_LENGTH,
+    VOCABULARY_KEYS,
     block_length,
     stated_count,
     stated_positions,

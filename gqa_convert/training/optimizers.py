@@ -14,11 +14,12 @@ from gqa_convert.training.recipe import Recipe
 
 
 def modules_of_text(model: Any) -> set[nn.Module]:
-    """The modules of a model that text passes; in a composite model, its decoder and the output layer.
+    """The modules of a model that text passes; beside towers for images, the decoder and the output layer.
 
     Other parameters would get no gradient, which DDP takes for an error, and the optimizer would let them decay.
     """
-    if not is_composite({"model_type": model.config.model_type}):
+    config = model.config
+    if config.is_encoder_decoder or not is_composite({"model_type": config.model_type}):
         return set(model.modules())
     decoder = model.get_decoder()
     found = {*decoder.modules(), model.get_output_embeddings()}

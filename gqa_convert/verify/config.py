@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-from gqa_convert.families.composite import SECTION
+from gqa_convert.families.composite import decoder_section
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
@@ -74,8 +74,8 @@ def _expected_config(result: Result) -> JsonObject:
     # of a composite model they stand in the decoder's config, and beside it only where SOURCE's do
     expected = section = copy.deepcopy(original)
     if family.is_composite:
-        if isinstance(original.get(SECTION), dict):
-            section = expected[SECTION]
+        if key := decoder_section(original):
+            section = expected[key]
             expected |= {key: groups for key in family.kv_heads_keys if key in expected}
         for key, value in legacy_config_keys(inputs.decoder_config).items():
             section.setdefault(key, value)

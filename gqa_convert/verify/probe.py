@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.errors import first_line
-from gqa_convert.families.loading import cache_name
+from gqa_convert.families.loading import cache_name, encoder_shape
 
 TOLERANCE = 1e-4
 """In float32, for the largest difference of two outputs, relative to their standard deviation."""
@@ -59,25 +60,26 @@ class Probe:
     def __init__(self, model: Any, *, cross: bool) -> None:
         config = model.config.get_text_config()
         self._generator = torch.Generator().manual_seed(0)
-        self._pairs = bool(config.is_encoder_decoder)
+        self._pairs = bool(model.config.is_encoder_decoder)
         vocabulary = getattr(config, "decoder_vocab_size", None) or config.vocab_size
         self._ids = self._tokens(config, _LENGTH, vocabulary)
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         self._memory: dict[str, Any] = {}
         """The inputs besides the decoder's tokens."""
-        if self._pairs and model.main_input_name == "input_features":
-            frames = 2 * config.max_source_positions
-            self._memory["input_features"] = self._noise(model, config.num_mel_bins, frames)
-        elif self._pairs:
+        if self._pairs and model.main_input_name == "input_ids":
             self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
-        elif cross:
-            states = self._noise(model, _ENCODER_LENGTH, config.hidden_size)
+        elif self._pairs and model.main_input_name == "input_features":
+            shape = encoder_shape(model.config, 4 * _ENCODER_LENGTH)
+            self._memory["input_features"] = self._noise(model, *shape)
+        elif self._pairs or cross:
+            encoder = model.get_encoder().config if self._pairs else config
+            states = self._noise(model, _ENCODER_LENGTH, encoder.hidden_size)
             known = inspect.signature(model.forward).parameters
             if "encoder_hidden_states" in known:
                 self._memory["encoder_hidden_states"] = states
             elif "encoder_outputs" in known:
-                self._memory["encoder_outputs"] = (states,)
+                self._memory["encoder_outputs"] = BaseModelOutput(states)
 
     def _tokens(self, config: Any, length: int, vocabulary: int) -> Tensor:
         """Random ids [rows, length] without the padding token, by which some models count
@@ -124,7 +126,7 @@ class Probe:
 
         prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
         memory, name = self._memory, cache_name(model)
-        if self._pairs:  # the encoder runs once, as in generation
+        if self._pairs and "encoder_outputs" not in memory:  # it runs once, as in generation
             memory = {"encoder_outputs": model.get_encoder()(**memory)}
         _, cache = self._forward(model, prompt, memory, use_cache=True)
         if cache is None:  # some models only fill a cache passed to them

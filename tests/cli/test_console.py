@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -73,6 +74,21 @@ def shown_by(
     return capsys.readouterr().err
 
 
+def plan_of(config: dict[str, Any]) -> SimpleNamespace:
+    """What the screen reads of a plan."""
+    return SimpleNamespace(weight_bytes_after=4_000_000, checkpoint=SimpleNamespace(config=config))
+
+
+def test_a_model_that_hears_is_told_of_sounds(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = FitProgress(MERGING_LAYERS, 2, 2, layer=LayerRecord("a", {}, [0], 1.5))
+    whisper = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}
+    calls = ("plan", (plan_of(whisper),)), ("layer", (lost,))
+    shown = shown_by(ConversionScreen, clock, capsys, *calls)
+    assert "name more sounds like the model's" in shown
+
+
 def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     layer = LayerRecord("layers.0.self_attn", {}, [0], 0.25)
     lost = LayerRecord("layers.1.self_attn", {}, [0], 1.5)
@@ -91,7 +107,7 @@ def test_the_stages_of_a_conversion(clock: Clock, capsys: pytest.CaptureFixture[
         ("layer", (FitProgress(ALL_TOGETHER, 2, 8, "step 2 of 8, KL 0.400"),)),
         ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=trained),)),
         ("layer", (FitProgress(ALL_TOGETHER, 8, 8, kl=alike),)),
-        ("plan", (SimpleNamespace(weight_bytes_after=4_000_000),)),
+        ("plan", (plan_of({}),)),
         ("written", (1_000_000,)),
     )
     assert shown.splitlines() == [

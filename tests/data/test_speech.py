@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from transformers import Speech2TextFeatureExtractor
 
 from gqa_convert.conversion.calibration.speech import draw_speech
 from gqa_convert.conversion.calibration.streams import Calibration, Request
@@ -18,6 +19,7 @@ from gqa_convert.data.speech import (
 )
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import load_model
+from tests.helpers.data_helpers import demo_tokenizer
 from tests.helpers.speech import RATE, hearing_model, sound_folder, write_sound
 
 
@@ -27,6 +29,13 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
     model, missing = load_model(folder, torch.float32)
     assert not missing
     return SpeechModel(model, folder)
+
+
+def test_an_encoder_that_reads_any_length_is_refused(speech: SpeechModel, tmp_path: Path) -> None:
+    demo_tokenizer().save_pretrained(tmp_path)
+    Speech2TextFeatureExtractor().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="reads sounds of any length"):
+        SpeechModel(speech.model, tmp_path)
 
 
 def test_texts_come_from_the_metadata(tmp_path: Path) -> None:

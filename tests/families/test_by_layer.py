@@ -1,5 +1,6 @@
-"""Layers that differ in transformers' own classes: each type of the table computes what its stock class computes with the
-merged heads repeated, and a result is proven, loaded elsewhere and converted again.
+"""Layers that differ in transformers' own classes: each type of the table computes what its stock
+class computes with the merged heads repeated, and a result is proven, loaded elsewhere and
+converted again.
 """
 
 import copy
@@ -65,7 +66,9 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
     ("model_type", "kinds"), [("gemma2", ["eager"]), ("gemma3_text", ["eager", "gqa"])]
 )
 def test_windows_masks_and_caches(model_type: str, kinds: list[str]) -> None:
-    """Tokens of every cache, with layers of two kinds, are those of a model without one; gqa, sdpa and eager agree."""
+    """Tokens of every cache, with layers of two kinds, are those of a model without one; gqa, sdpa
+    and eager agree.
+    """
     register()
     layer_types = ["sliding_attention", "full_attention"] * 2
     config = make_config(model_type, num_hidden_layers=4, layer_types=layer_types)

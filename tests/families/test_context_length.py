@@ -1,11 +1,18 @@
-"""How many tokens a config says that a model reads, against the tables of positions that transformers makes of it."""
+"""How many tokens a config says that a model reads, against the tables of positions that
+transformers makes of it.
+"""
 
 from typing import Any
 
 import pytest
 
-from gqa_convert.families.context_length import LONGEST, block_length, stated_positions
-from gqa_convert.families.windows import window_of
+from gqa_convert.families.context_length import (
+    LONGEST,
+    block_length,
+    intended_length,
+    stated_positions,
+    window_of,
+)
 from tests.helpers.own_files import make_source_model
 
 
@@ -54,7 +61,9 @@ WINDOWED = ["mistral", "qwen2", "gemma2", "gemma3_text", "cohere2", "olmo3", "gp
 
 @pytest.mark.parametrize("model_type", WINDOWED)
 def test_windows_by_layer_are_those_of_transformers(model_type: str) -> None:
-    """With the list of kinds of layers that newer configs have, and without it where older configs have none."""
+    """With the list of kinds of layers that newer configs have, and without it where older configs
+    have none.
+    """
     from transformers import CONFIG_MAPPING
 
     asked = {"use_sliding_window": True, "max_window_layers": 5} if model_type == "qwen2" else {}
@@ -67,3 +76,18 @@ def test_windows_by_layer_are_those_of_transformers(model_type: str) -> None:
         del stated["layer_types"]
         assert [window_of(stated, layer) for layer in range(12)] == wanted
     assert window_of(stated | {"sliding_window": None}, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"model_type": "t5"}, 512),
+        ({"model_type": "longt5", "n_positions": 4096}, 4096),
+        ({"model_type": "llama", "max_position_embeddings": 99}, 99),
+        ({"model_type": "bloom"}, None),
+    ],
+)
+def test_a_t5_was_made_for_the_length_of_its_training(
+    config: dict[str, Any], length: int | None
+) -> None:
+    assert intended_length(config) == length

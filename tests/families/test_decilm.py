@@ -1,4 +1,6 @@
-"""DeciLM: what its config can state, and what its modelling file computes where gqa-convert is not installed."""
+"""DeciLM: what its config can state, and what its modelling file computes where gqa-convert is not
+installed.
+"""
 
 import copy
 import json
@@ -56,7 +58,9 @@ def test_it_computes_what_the_stock_class_computes_with_the_heads_repeated(
 
 
 def test_engines_read_the_config_by_attributes() -> None:
-    """vLLM reads entries of `block_configs` as attributes, asks which there are, and sends configs to other processes."""
+    """vLLM reads entries of `block_configs` as attributes, asks which there are, and sends configs
+    to other processes.
+    """
     config = DeciLMConfig(**decilm.restate(CONFIG, (12, 3)))
     for read in (config, pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         first, second = read.block_configs

@@ -1,4 +1,6 @@
-"""Generation: the kernel that a decoding step takes on a CPU, the cache, and what is put back after it."""
+"""Generation: the kernel that a decoding step takes on a CPU, the cache, and what is put back after
+it.
+"""
 
 from typing import Any
 
@@ -41,7 +43,9 @@ def test_a_step_reads_each_kv_head_once_and_writes_the_same(
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_cache_grows_in_place(heads: int) -> None:
-    """As transformers' own, whatever is done to it in between; the beginning reads a view of other strides."""
+    """As transformers' own, whatever is done to it in between; the beginning reads a view of other
+    strides.
+    """
     draw = torch.Generator().manual_seed(0)
     usual, ours = DynamicCache(), DynamicCache()
     kept: list[int] = []

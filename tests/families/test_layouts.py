@@ -19,8 +19,8 @@ def numbered(rows: int, columns: int, vector: bool) -> npt.NDArray[np.int64]:
 def test_fused_round_trips(
     group: int, kv_heads: int, width: int, columns: int, vector: bool
 ) -> None:
-    """Every layout against a reference written with reshapes; what is split in one and joined in another is the same
-    heads.
+    """Every layout against a reference written with reshapes; what is split in one and joined in
+    another is the same heads.
     """
     heads = group * kv_heads
     array = numbered((heads + 2 * kv_heads) * width, columns, vector)

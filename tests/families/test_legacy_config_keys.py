@@ -122,13 +122,17 @@ SPECIAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3_moe": (rope(500.0), "rope_theta num_experts"),
 }
-"""Model types with words of their own: config values, and the legacy keys that config.json must state."""
+"""Model types with words of their own: config values, and the legacy keys that config.json must
+state.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SPECIAL)
 def test_types_with_keys_of_their_own(model_type: str, tmp_path: Path) -> None:
-    """A config has exactly these keys besides its own, `verify` requires each, and transformers 5 reads the same positions."""
+    """A config has exactly these keys besides its own, `verify` requires each, and transformers 5
+    reads the same positions.
+    """
     values, words = SPECIAL[model_type]
     keys = set(words.split())
     family = FAMILIES[model_type]

@@ -1,5 +1,5 @@
-"""Results that bring a modelling file: they load where gqa-convert is not, and compute what the stock source computes
-once each K/V head is replaced by its group's mean.
+"""Results that bring a modelling file: they load where gqa-convert is not, and compute what the
+stock source computes once each K/V head is replaced by its group's mean.
 """
 
 import json
@@ -124,8 +124,9 @@ def converted(source: Path, groups: int, **options: Any) -> Path:
 def test_a_result_is_its_source_with_merged_heads(
     row: Row, sources: Callable[[str], Path], elsewhere: Elsewhere
 ) -> None:
-    """By sdpa and by eager attention: logits of a padded batch, with a cache and without one, the heads in it, and tokens.
-    `.ci/run` asks this of the oldest and the newest transformers that pyproject.toml allows.
+    """By sdpa and by eager attention: logits of a padded batch, with a cache and without one, the
+    heads in it, and tokens. `.ci/run` asks this of the oldest and the newest transformers that
+    pyproject.toml allows.
     """
     source = sources(row.case)
     folder = converted(source, row.groups)
@@ -152,7 +153,9 @@ def check_results(row: Row, found: dict[str, Any], stock: nn.Module, ways: list[
 def test_a_result_trains_and_is_saved_as_its_source(
     row: Row, sources: Callable[[str], Path], elsewhere: Elsewhere
 ) -> None:
-    """The same in every way to generate and with eager attention; attention weights, gradients, and saving again."""
+    """The same in every way to generate and with eager attention; attention weights, gradients, and
+    saving again.
+    """
     source = sources(row.case)
     folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
     asked = {"folder": str(folder), "auto": auto_class(row.model_type), "ways": list(WAYS)}
@@ -180,8 +183,8 @@ def test_a_result_trains_and_is_saved_as_its_source(
 
 
 def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -> None:
-    """It runs the files that it brings, which are the package's, and its config is the source's but for the keys that
-    lead to them.
+    """It runs the files that it brings, which are the package's, and its config is the source's but
+    for the keys that lead to them.
     """
     modeling = modeling_of(row.model_type)
     assert found["info"] == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
@@ -243,7 +246,9 @@ def check_attentions(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 def check_gradients(
     row: Row, found: dict[str, dict[str, Any]], expected: dict[str, torch.Tensor]
 ) -> None:
-    """They are those of the stock source, summed over a group for keys and values, with gradient checkpointing too."""
+    """They are those of the stock source, summed over a group for keys and values, with gradient
+    checkpointing too.
+    """
     assert found["plain"].keys() == expected.keys()
     rounding = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in found["plain"].items():
@@ -274,7 +279,9 @@ def check_saved(row: Row, found: dict[str, Any]) -> None:
 def test_every_auto_class_loads_it(
     model_type: str, sources: Callable[[str], Path], elsewhere: Elsewhere
 ) -> None:
-    """Each one that the config names: what it lacks is what the stock class lacks, and it computes the same."""
+    """Each one that the config names: what it lacks is what the stock class lacks, and it computes
+    the same.
+    """
     row, source = Row(model_type), sources(model_type)
     autos = [auto for auto, _ in modeling_of(model_type).classes[1:]]
     folder = str(converted(source, 3))
@@ -294,7 +301,8 @@ FROM_HUB = """
 import sys, torch, transformers
 sys.modules["gqa_convert"] = None
 auto, commit = sys.argv[1:]
-model = getattr(transformers, auto).from_pretrained("org/result", trust_remote_code=True, code_revision=commit)
+load = getattr(transformers, auto).from_pretrained
+model = load("org/result", trust_remote_code=True, code_revision=commit)
 print(type(model).__module__, type(model).__name__)
 """
 
@@ -425,7 +433,9 @@ def test_every_modelling_file_has_a_record() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_imports(file: Path) -> None:
-    """Nothing but torch, transformers, what comes with it, the standard library and the file that all share."""
+    """Nothing but torch, transformers, what comes with it, the standard library and the file that
+    all share.
+    """
     imported = re.findall(r"^\s*(?:from|import) (\.?\w+)", file.read_text(), re.MULTILINE)
     assert (
         set(imported)

@@ -1,4 +1,6 @@
-"""The records of families: the derived rows against transformers' own classes, and what the handwritten ones must hold."""
+"""The records of families: the derived rows against transformers' own classes, and what the
+handwritten ones must hold.
+"""
 
 import json
 import runpy
@@ -8,7 +10,6 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from gqa_convert.conversion.rewriting.source import STOCK_TYPES
-from gqa_convert.families.__main__ import described
 from gqa_convert.families.records import ALL, COMPOSITES, FAMILIES, INNER, REFUSALS
 from tests.helpers import folding_cases as cases
 from tests.helpers import own_files
@@ -35,23 +36,14 @@ SOME = (
 """Types with other layouts, norms and rotary positions, which are looked at in every run."""
 
 
-def test_a_record_can_be_read() -> None:
-    """It is joined from both files: what differs from the defaults is marked."""
-    shown = described("cohere2").splitlines()
-    assert "* rotary                   'interleaved'" in shown  # derived.json
-    assert "* beyond_window_in         ['vLLM']" in shown  # facts.toml
-    assert "  head_dim_key             'head_dim'" in shown
-    assert described("jetmoe") == "jetmoe its query heads are experts, counted by the K/V heads"
-    assert described("no_such_type") == "no_such_type is on no list"
-
-
 @pytest.mark.parametrize("model_type", slow_but(SOME, DERIVED))
 def test_a_derived_row_is_what_the_class_says(model_type: str) -> None:
     assert (
         json.loads(json.dumps(SCRIPT["derive"](model_type, FACTS[model_type])))
         == DERIVED[model_type]
     ), (
-        f"transformers' class of {model_type} changed: run python tools/derive_families.py {model_type}"
+        f"transformers' class of {model_type} changed: run python tools/derive_families.py "
+        f"{model_type}"
     )
 
 
@@ -67,7 +59,9 @@ HELPER = "tests/helpers/folding_facts.yaml"
 
 @pytest.mark.parametrize("model_type", STOCK)
 def test_the_tests_know_the_family(model_type: str) -> None:
-    """Norms, gates and layouts stand a second time in the tests, and a type must not be missing there."""
+    """Norms, gates and layouts stand a second time in the tests, and a type must not be missing
+    there.
+    """
     family = FAMILIES[model_type]
     if family.modeling is not None:
         assert model_type in own_files.SIZES, (

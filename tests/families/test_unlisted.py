@@ -1,4 +1,6 @@
-"""Types that stand in no table: those that work as a Llama does convert, and no result of the others appears."""
+"""Types that stand in no table: those that work as a Llama does convert, and no result of the
+others appears.
+"""
 
 from pathlib import Path
 from typing import Any

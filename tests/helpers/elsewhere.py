@@ -46,12 +46,21 @@ def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
             given["encoder_attention_mask"] = ENCODED_MASK
         return given, PADDED_MASK.bool()
     decoded = {"decoder_input_ids": DECODED, "decoder_attention_mask": DECODED_MASK}
-    if hasattr(config, "num_mel_bins"):
-        sound = torch.randn(
-            2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator
-        )
+    if model.main_input_name == "input_features":
+        sound = torch.randn(2, *sound_shape(config), generator=generator)
         return {"input_features": sound} | decoded, DECODED_MASK.bool()
+    if model.main_input_name == "pixel_values":
+        size = config.encoder.image_size
+        picture = torch.randn(2, 3, size, size, generator=generator)
+        return {"pixel_values": picture} | decoded, DECODED_MASK.bool()
     return {"input_ids": ENCODED, "attention_mask": ENCODED_MASK} | decoded, DECODED_MASK.bool()
+
+
+def sound_shape(config: Any) -> tuple[int, int]:
+    """Of one sound's features: Whisper counts bins first, and reads windows of one length."""
+    if hasattr(config, "num_mel_bins"):
+        return config.num_mel_bins, 2 * config.max_source_positions
+    return config.max_source_positions, config.input_feat_per_channel
 
 
 @torch.no_grad()
@@ -77,7 +86,7 @@ def logits_in_parts(model: nn.Module) -> torch.Tensor:
     if model.config.is_encoder_decoder:
         encoded = {
             name: given.pop(name)
-            for name in ("input_ids", "attention_mask", "input_features")
+            for name in ("input_ids", "attention_mask", "input_features", "pixel_values")
             if name in given
         }
         given["encoder_outputs"] = model.get_encoder()(**encoded)
@@ -184,10 +193,9 @@ def first_output(model: nn.Module, missing: list[str]) -> torch.Tensor:
     names = inspect.signature(model.forward).parameters
     encoded = torch.cat([PADDED[:, 2:], torch.full((2, 1), model.config.eos_token_id)], dim=1)
     given: dict[str, Any] = {"input_ids": encoded}
-    if "input_features" in names:
-        given = {
-            name: tensor for name, tensor in batch(model)[0].items() if name == "input_features"
-        }
+    if model.main_input_name != "input_ids":
+        name = model.main_input_name
+        given = {name: batch(model)[0][name]}
     if "decoder_input_ids" in names:
         given["decoder_input_ids"] = encoded
     return model(**given).to_tuple()[0]

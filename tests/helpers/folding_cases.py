@@ -43,7 +43,8 @@ SOME = (*native.REPRESENTATIVE, *_FACTS["some"])
 """Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
 
 ATTENTION = names(
-    "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn"
+    "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn "
+    "cross_attention cross_attn"
 )
 
 Parts = dict[tuple[str, str], list[Tensor]]

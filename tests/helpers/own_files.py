@@ -21,6 +21,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     name: tuple(case) for name, case in _STATED["variants"].items()
 }
 
+_KEYS = {
+    "AutoModelForImageTextToText": {"decoder", "vision_config"},
+    "AutoModelForSpeechSeq2Seq": {"max_source_positions"},
+    "AutoModelForSeq2SeqLM": {"encoder_layers", "d_kv"},
+}
+"""Sizes that only models of an auto class have."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     model_type: (model_type, {}) for model_type in SIZES
 } | VARIANTS
@@ -28,10 +35,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def auto_class(model_type: str) -> str:
     """Name of transformers' auto class for language modelling."""
-    if model_type == "whisper":
-        return "AutoModelForSpeechSeq2Seq"
-    has_encoder = SIZES.get(model_type, {}).keys() & {"encoder_layers", "d_kv"}
-    return "AutoModelForSeq2SeqLM" if has_encoder else "AutoModelForCausalLM"
+    sizes = SIZES.get(model_type, {}).keys()
+    for auto, keys in _KEYS.items():
+        if sizes & keys:
+            return auto
+    return "AutoModelForCausalLM"
 
 
 def make_source_model(model_type: str, *, seed: int = 0, **changes: Any) -> nn.Module:

@@ -15,7 +15,7 @@ from gqa_convert.training.models import load_student
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.ranks import Job, uptrain
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, recipe, run
-from tests.helpers.wrappers import WRAPPER_TYPES, load_wrapper, make_wrapper
+from tests.helpers.wrappers import PICTURE_TYPES, load_wrapper, make_wrapper
 
 QUICK = ("llava", "mllama", "qwen2_vl")
 """Mllama has layers that text passes by inside its decoder."""
@@ -48,7 +48,7 @@ def used_by_text(model: Any) -> set[str]:
     "kind",
     [
         kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in WRAPPER_TYPES
+        for kind in PICTURE_TYPES
     ],
 )
 def test_what_is_trained_is_what_text_uses(kind: str, tmp_path: Path) -> None:

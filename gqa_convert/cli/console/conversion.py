@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import FitProgress
 from gqa_convert.conversion.run import ConversionResult
+from gqa_convert.families.loading import read_kind
 from gqa_convert.runtime.messages import size
 
 from .plan import CACHES, heads_change, loaded_by
@@ -38,9 +39,11 @@ def show_conversion(result: ConversionResult) -> None:
     method = plan.merge_method
     if method.is_exact:
         return
-    advice = f"measure the loss with {shlex.join(['gqa-convert', 'evaluate', source, out, '--data'])} TEXT"
+    evaluation = shlex.join(["gqa-convert", "evaluate", source, out, "--data"])
+    data = read_kind(plan.checkpoint.config).upper()
+    advice = f"measure the loss with {evaluation} {data}"
     if not method.trains:
-        advice += "; convert --calibration TEXT, method fit, loses less"
+        advice += f"; convert --calibration {data}, method fit, loses less"
     print_note(advice)
 
 
@@ -48,10 +51,12 @@ class ConversionScreen(ProgressScreen):
     """Shows the stage, the layer, the step and the time left of a conversion."""
 
     _written = _to_write = 0
+    _data = "text"
 
     def plan(self, plan: Plan) -> None:
-        """Note the size of the result's weights."""
+        """Note the size of the result's weights, and what the model reads."""
         self._to_write = plan.weight_bytes_after
+        self._data = read_kind(plan.checkpoint.config)
 
     def written(self, nbytes: int) -> None:
         """Note that weights were written."""
@@ -70,7 +75,8 @@ class ConversionScreen(ProgressScreen):
             )
             if layer.error_vs_mean > 1:
                 self.say(
-                    "note: pooling loses less in that layer: name more text like the model's, or keep more heads there"
+                    f"note: pooling loses less in that layer: name more {self._data} like the "
+                    "model's, or keep more heads there"
                 )
         if kl is not None:
             before = (

@@ -7,7 +7,7 @@ from tempfile import gettempdir
 
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import Needs
-from gqa_convert.families.context_length import ENCODER_POSITIONS, stated_positions
+from gqa_convert.families.context_length import ENCODER_POSITIONS, intended_length
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.runtime.json_objects import JsonObject
@@ -39,7 +39,7 @@ def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject
         batch: the number of sequences.
     """
     config = plan.checkpoint.config
-    tokens = context or stated_positions(config) or _LONG_CONTEXT
+    tokens = context or intended_length(config) or _LONG_CONTEXT
     own, cross = plan.kv_cache_bytes(tokens=tokens), plan.kv_cache_bytes("cross")
     found = {
         "kv_cache": {
@@ -52,7 +52,7 @@ def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject
     if (
         cross.before and not plan.family.reads_images_alone
     ):  # the config does not count the tokens of an image
-        tokens = stated_positions(config, ENCODER_POSITIONS) or _LONG_CONTEXT
+        tokens = intended_length(config, ENCODER_POSITIONS) or _LONG_CONTEXT
         before, after = batch * tokens * cross.before, batch * tokens * cross.after
         found["cross_kv_cache"] = {
             "tokens": tokens,

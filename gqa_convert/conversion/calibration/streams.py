@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.config_sizes import HIDDEN_SIZE_KEYS
-from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_count
+from gqa_convert.families.context_length import (
+    HIDDEN_SIZE_KEYS,
+    SPAN_LENGTH,
+    block_length,
+    stated_count,
+)
 from gqa_convert.families.loading import hears
 from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config

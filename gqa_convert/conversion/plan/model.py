@@ -7,12 +7,12 @@ from itertools import chain
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.families.context_length import window_of
 from gqa_convert.families.engines import computes_otherwise
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Section
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import Family, Modeling
-from gqa_convert.families.windows import window_of
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.methods import COPY, METHODS, REPEAT, MergeMethod
 from gqa_convert.runtime.json_objects import JsonObject
@@ -164,7 +164,7 @@ class Plan:
     def loads_in(self) -> frozenset[str]:
         """Engines that have loaded a result of this kind without custom code."""
         if self.modeling:
-            engines = record_of(self.config).run_in
+            engines = frozenset(record_of(self.config).run_in)
         else:
             engines = frozenset({"transformers"}) if self.family.modeling else self.family.engines
         return frozenset(
@@ -174,7 +174,7 @@ class Plan:
     @property
     def listed_in(self) -> frozenset[str]:
         """Further software whose list of architectures has the result's type, which was not seen to load it."""
-        return record_of(self.config).listed_in
+        return frozenset(record_of(self.config).listed_in)
 
     @property
     def weight_bytes_after(self) -> int:

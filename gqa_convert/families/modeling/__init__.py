@@ -1,8 +1,8 @@
-"""Modelling files for families whose attention has no K/V-head count in transformers; each is copied into the
-checkpoints it serves.
+"""Modelling files for families whose attention has no K/V-head count in transformers; each is
+copied into the checkpoints it serves.
 
-The files import torch and transformers only. Here they are made known to transformers' auto classes, so that where
-gqa-convert is installed its checkpoints load without `trust_remote_code`:
+The files import torch and transformers only. Here they are made known to transformers' auto
+classes, so that where gqa-convert is installed its checkpoints load without `trust_remote_code`:
 
     import gqa_convert
 

@@ -1,7 +1,7 @@
 """BLOOM with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 from transformers.models.bloom.modeling_bloom import dropout_add
@@ -10,7 +10,7 @@ from .gqa_common import FusedAttention, attend, class_maker, misfit, sdpa_attent
 
 
 class GroupedBloomAttention(FusedAttention):
-    """BLOOM's attention with ALiBi for each query head, through the configured attention function."""
+    """BLOOM's attention with ALiBi for each query head, by the configured attention function."""
 
     is_causal = True
     handed_on = ("use_cache", "output_attentions")

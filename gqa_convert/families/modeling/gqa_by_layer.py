@@ -1,8 +1,9 @@
 """Decoders of transformers whose layers differ in their number of K/V heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint with a number of K/V heads for
-each layer that no stock class holds, so that transformers loads the checkpoint without gqa-convert. Every layer is
-transformers' own code, made with the number of K/V heads of that layer.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint with a
+number of K/V heads for each layer that no stock class holds, so that transformers loads the
+checkpoint without gqa-convert. Every layer is transformers' own code, made with the number of K/V
+heads of that layer.
 """
 
 import copy
@@ -15,9 +16,9 @@ from .gqa_common import class_maker, regroup_layers
 def config_class(stock):
     """The config class of a model type with a number of K/V heads for each layer.
 
-    config.json has them as the list `num_key_value_heads`, and again as `multi_query_group_num`. In the object the
-    list is `multi_query_group_num`, and `num_key_value_heads` is the largest number, because transformers' code takes
-    it for a number.
+    config.json has them as the list `num_key_value_heads`, and again as `multi_query_group_num`. In
+    the object the list is `multi_query_group_num`, and `num_key_value_heads` is the largest number,
+    because transformers' code takes it for a number.
     """
 
     @strict
@@ -32,7 +33,8 @@ def config_class(stock):
             by_layer = stated if isinstance(stated, list) else [stated] * layers
             if len(by_layer) != layers or any(each < 1 or heads % each for each in by_layer):
                 raise ValueError(
-                    f"num_key_value_heads is {by_layer}, expected a divisor of {heads} for each of {layers} layers"
+                    f"num_key_value_heads is {by_layer}, expected a divisor of {heads} for each of "
+                    f"{layers} layers"
                 )
             self.num_key_value_heads, self.multi_query_group_num = max(by_layer), list(by_layer)
             super().__post_init__(**options)

@@ -1,14 +1,17 @@
-"""What the modelling files of gqa-convert have in common: models with fewer K/V heads than query heads (Ainslie et al.
-2023), made from transformers' own.
+"""What the modelling files of gqa-convert have in common: models with fewer K/V heads than query
+heads (Ainslie et al. 2023), made from transformers' own.
 
-This file and one modelling file are copied into every checkpoint whose model type has no stock class, so that
-transformers loads the checkpoint without gqa-convert. Both import only torch and transformers.
+This file and one modelling file are copied into every checkpoint whose model type has no stock
+class, so that transformers loads the checkpoint without gqa-convert. Both import only torch and
+transformers.
 
-A class is made when it is first asked for: `GQA` and the name of a class of transformers is that class with fewer K/V
-heads. Its constructor builds transformers' model and then gives each attention module fewer K/V heads. Only the model
-that is loaded is imported, so that one that a later transformers lacks does not disturb the others.
+A class is made when it is first asked for: `GQA` and the name of a class of transformers is that
+class with fewer K/V heads. Its constructor builds transformers' model and then gives each attention
+module fewer K/V heads. Only the model that is loaded is imported, so that one that a later
+transformers lacks does not disturb the others.
 
-Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads K/V head i // (H / N).
+Shape legend: B batch, L queries, S keys, H query heads, N K/V heads, c head_dim. Query head i reads
+K/V head i // (H / N).
 """
 
 import copy
@@ -28,20 +31,23 @@ from transformers.modeling_utils import AttentionInterface
 
 PREFIX = "GQA"
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
-"""What transformers has called the cache among the arguments of attention modules, the newest name first."""
+"""What transformers has called the cache among the arguments of attention modules, the newest name
+first.
+"""
 
 
 def misfit(stock, what):
-    """The error where this file does not fit the installed transformers, with which it could compute something else.
+    """The error where this file does not fit the installed transformers, with which it could
+    compute something else.
 
     Args:
         stock: the class of transformers.
         what: the rest of a sentence about it.
     """
     return ImportError(
-        f"{stock.__name__} of transformers {transformers.__version__} {what}, which this modelling file does not know: "
-        "install a transformers that `transformers_tested` in config.json allows, or renew the file by "
-        "`gqa-convert verify FOLDER --refresh`"
+        f"{stock.__name__} of transformers {transformers.__version__} {what}, which this modelling "
+        "file does not know: install a transformers that `transformers_tested` in config.json "
+        "allows, or renew the file by `gqa-convert verify FOLDER --refresh`"
     )
 
 
@@ -51,10 +57,11 @@ def misfit(stock, what):
 def eager_attention(
     module, query, key, value, attention_mask, scaling, dropout=0.0, position_bias=None, **_options
 ):
-    """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them, with a softmax in
-    float32.
+    """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them,
+    with a softmax in float32.
 
-    transformers' own functions ignore further options as well; `check_fit` refuses one that they begin to use.
+    transformers' own functions ignore further options as well; `check_fit` refuses one that they
+    begin to use.
     """
     size = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(size, 1), value.repeat_interleave(size, 1)
@@ -67,9 +74,10 @@ def eager_attention(
 
 
 def sdpa(module, query, key, value, mask, **options):
-    """transformers' sdpa function. For a single query, it reads keys and values once for all query heads that share them
-    only where there is a mask, so that a CPU gets one: with 16 query and 2 K/V heads, a step of a BART that reads 4,000
-    tokens in bfloat16 takes 25 ms instead of 86, and 125 with 16 K/V heads.
+    """transformers' sdpa function. For a single query, it reads keys and values once for all query
+    heads that share them only where there is a mask, so that a CPU gets one: with 16 query and 2
+    K/V heads, a step of a BART that reads 4,000 tokens in bfloat16 takes 25 ms instead of 86, and
+    125 with 16 K/V heads.
     """
     decodes_on_cpu = (
         query.shape[2] == 1 and query.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -93,8 +101,8 @@ def attend(module, query, key, value, mask, dropout, **options):
         value: [B, N, S, c], likewise.
         mask: None, or broadcasting to [B, H, L, S].
         dropout: probability in training.
-        options: the cache, if there is one, to which keys and values are added first, under the name that the stock
-            class has for it; further arguments of the function.
+        options: the cache, if there is one, to which keys and values are added first, under the
+            name that the stock class has for it; further arguments of the function.
 
     Returns:
         The output [B, L, H * c] and, from eager attention, the attention weights [B, H, L, S].
@@ -116,14 +124,20 @@ def split_heads(states, head_dim):
 
 
 class GroupedAttention:
-    """What is added to an attention module of transformers, whose own forward runs unless a derived class has one."""
+    """What is added to an attention module of transformers, whose own forward runs unless a derived
+    class has one.
+    """
 
     projections: tuple[str, ...] = ("k_proj", "v_proj")
     heads_name = "num_heads"
     replaced: tuple[str, ...] = ("eager_attention_forward", "ALL_ATTENTION_FUNCTIONS")
-    """What the stock forward must use, where it runs, so that what stands here for these names acts."""
+    """What the stock forward must use, where it runs, so that what stands here for these names
+    acts.
+    """
     handed_on: tuple[str, ...] = ()
-    """Arguments of the stock forward that a forward of our own gives to the attention function, unread."""
+    """Arguments of the stock forward that a forward of our own gives to the attention function,
+    unread.
+    """
     cache_name: str
 
     def regroup(self, num_key_value_groups):
@@ -140,7 +154,9 @@ class GroupedAttention:
 
 
 class FusedAttention(GroupedAttention):
-    """The same for one projection of queries, keys and values, whose rows become [q | k | v], each head by head."""
+    """The same for one projection of queries, keys and values, whose rows become [q | k | v], each
+    head by head.
+    """
 
     projections = ("query_key_value",)
 
@@ -157,7 +173,9 @@ class FusedAttention(GroupedAttention):
         setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
 
     def split(self, states):
-        """Queries, keys and values [B, heads, L, c] from the projected states [B, L, (H + 2 N) * c]."""
+        """Queries, keys and values [B, heads, L, c] from the projected states [B, L, (H + 2 N) *
+        c].
+        """
         head_dim = self.widths[0] // getattr(self, self.heads_name)
         return [split_heads(part, head_dim) for part in states.split(self.widths, dim=-1)]
 
@@ -193,8 +211,8 @@ def check_fit(stock, grouped):
 def grouped_forward(forward):
     """The forward function of a stock attention class with the attention functions of this file.
 
-    It is the same compiled code, without its decorators, with two names of its module bound anew. Without the module's
-    own name, torch.compile reads these names here and not in the module.
+    It is the same compiled code, without its decorators, with two names of its module bound anew.
+    Without the module's own name, torch.compile reads these names here and not in the module.
     """
     forward = inspect.unwrap(forward)
     names = forward.__globals__ | {
@@ -253,7 +271,9 @@ class GroupedModel:
 
     @classmethod
     def _can_set_attn_implementation(cls):
-        """transformers' own class decides, unless its attention is replaced by one that asks for the configured function."""
+        """transformers' own class decides, unless its attention is replaced by one that asks for
+        the configured function.
+        """
         return bool(cls.eager_constructor or cls.__bases__[-1]._can_set_attn_implementation())
 
     def __init__(self, config):
@@ -269,7 +289,9 @@ class GroupedModel:
         self.post_init()
 
     def regroup(self, config):
-        """Give the attention modules, which are known by the names of their classes, fewer K/V heads."""
+        """Give the attention modules, which are known by the names of their classes, fewer K/V
+        heads.
+        """
         for module in list(self.modules()):
             stock = type(module)
             grouped = self.attention.get(stock.__name__)
@@ -280,7 +302,8 @@ class GroupedModel:
 
 
 def regroup_layers(model, counts):
-    """Give the attention of each layer a number of K/V heads, where transformers' class takes it from the config.
+    """Give the attention of each layer a number of K/V heads, where transformers' class takes
+    it from the config.
 
     Args:
         model: of which every attention module has the attribute `num_key_value_groups`.
@@ -311,7 +334,9 @@ def config_class(stock):
             if name != "num_key_value_heads"
         }
         num_key_value_heads: int | None = None
-        """K/V heads of self-attention and of a decoder's cross-attention; None for as many as query heads."""
+        """K/V heads of self-attention and of a decoder's cross-attention; None for as many as query
+        heads.
+        """
         encoder_num_key_value_heads: int | None = None
 
     return Config

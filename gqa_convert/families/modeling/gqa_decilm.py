@@ -1,8 +1,9 @@
-"""Llama, Mistral or Qwen2 whose layers differ in their number of K/V heads (Ainslie et al. 2023), as DeciLM.
+"""Llama, Mistral or Qwen2 whose layers differ in their number of K/V heads (Ainslie et al. 2023),
+as DeciLM.
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint with a number of K/V heads for
-each layer, so that transformers loads the checkpoint without gqa-convert. Every layer is transformers' Llama, made with
-the number of K/V heads of that layer.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint with a
+number of K/V heads for each layer, so that transformers loads the checkpoint without gqa-convert.
+Every layer is transformers' Llama, made with the number of K/V heads of that layer.
 """
 
 from typing import Any
@@ -26,8 +27,9 @@ class Section(dict):  # type: ignore[type-arg]
 
 @strict
 class DeciLMConfig(LlamaConfig):
-    """Llama's config with `block_configs`, an entry for each layer. `qkv_bias`, where it is stated, decides about the
-    biases of queries, keys and values, and `attention_bias` about that of the output alone.
+    """Llama's config with `block_configs`, an entry for each layer. `qkv_bias`, where it is stated,
+    decides about the biases of queries, keys and values, and `attention_bias` about that of the
+    output alone.
     """
 
     model_type = "nemotron-nas"

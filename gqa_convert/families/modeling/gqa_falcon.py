@@ -1,8 +1,9 @@
 """Falcon with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert. `multi_query`, `new_decoder_architecture` and `num_kv_heads`
-of the config say nothing about K/V heads here: `num_key_value_heads` does.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted
+from this family, so that transformers loads the checkpoint without gqa-convert. `multi_query`,
+`new_decoder_architecture` and `num_kv_heads` of the config say nothing about K/V heads here:
+`num_key_value_heads` does.
 """
 
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb

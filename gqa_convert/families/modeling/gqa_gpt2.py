@@ -1,7 +1,7 @@
 """GPT-2 with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 from transformers.pytorch_utils import Conv1D
@@ -10,7 +10,9 @@ from .gqa_common import GroupedAttention, class_maker
 
 
 class GroupedGPT2Attention(GroupedAttention):
-    """GPT-2's attention: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an encoder's output."""
+    """GPT-2's attention: `c_attn` is [q | k | v], or [k | v] beside `q_attn` where it reads an
+    encoder's output.
+    """
 
     replaced = (*GroupedAttention.replaced, "_upcast_and_reordered_attn", "split_size")
 

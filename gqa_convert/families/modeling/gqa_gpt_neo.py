@@ -1,7 +1,7 @@
 """GPT-Neo with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 from transformers import PreTrainedModel
@@ -10,7 +10,7 @@ from .gqa_common import GroupedAttention, class_maker, split_heads
 
 
 class GroupedGPTNeoAttention(GroupedAttention):
-    """GPT-Neo's attention, whose functions of transformers' class take other numbers of heads here."""
+    """GPT-Neo's attention, whose own functions take other numbers of heads here."""
 
     replaced = ("_split_heads", "_attn")
 

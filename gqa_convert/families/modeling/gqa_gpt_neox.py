@@ -1,7 +1,7 @@
 """GPT-NeoX with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 from transformers.conversion_mapping import (
@@ -31,7 +31,8 @@ class GroupedGPTNeoXAttention(FusedAttention):
 
 __getattr__ = class_maker(__name__, attention={"GPTNeoXAttention": GroupedGPTNeoXAttention})
 
-# Checkpoints call the output layer `embed_out`, transformers calls it `lm_head` and translates for its own classes
+# Checkpoints call the output layer `embed_out`, transformers calls it `lm_head` and translates for
+# its own classes
 # only.
 register_checkpoint_conversion_mapping(
     "GQAGPTNeoXForCausalLM",

@@ -1,7 +1,7 @@
 """MPT with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 import torch
@@ -10,7 +10,9 @@ from .gqa_common import FusedAttention, attend, class_maker
 
 
 class GroupedMptAttention(FusedAttention):
-    """MPT's attention with ALiBi for each query head. The mask is boolean and true where a query must not look."""
+    """MPT's attention with ALiBi for each query head. The mask is boolean and true where a query
+    must not look.
+    """
 
     projections = ("Wqkv",)
     heads_name = "n_heads"

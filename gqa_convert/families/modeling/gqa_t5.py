@@ -1,7 +1,8 @@
-"""T5, mT5, UMT5, LongT5 and Switch Transformers with fewer K/V heads than query heads (Ainslie et al. 2023).
+"""T5, mT5, UMT5, LongT5 and Switch Transformers with fewer K/V heads than query heads (Ainslie et
+al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from one of these
-families, so that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from one of these families, so that transformers loads the checkpoint without gqa-convert.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Whisper with fewer K/V heads than query heads (Ainslie et al. 2023).
 
-This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint converted from this family, so
-that transformers loads the checkpoint without gqa-convert.
+This file is part of gqa-convert. It is copied, with gqa_common.py, into every checkpoint
+converted from this family, so that transformers loads the checkpoint without gqa-convert.
 """
 
 from .gqa_common import GroupedAttention, class_maker, config_class
@@ -18,8 +18,8 @@ class GroupedWhisperAttention(GroupedAttention):
 
 
 def whisper_config(stock):
-    """The config class, whose objects have Whisper's own model type, as generate() and the pipeline for speech
-    recognition ask whether this is Whisper. What is saved is the class's model type.
+    """The config class, whose objects have Whisper's own model type, as generate() and the pipeline
+    for speech recognition ask whether this is Whisper. What is saved is the class's model type.
     """
 
     class Config(config_class(stock)):

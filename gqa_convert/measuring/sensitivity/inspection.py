@@ -131,7 +131,8 @@ def inspect_checkpoint(
         )
     if calibration is None:
         raise OptionError(
-            "inspect measures losses on text: name a file or a dataset with --calibration"
+            "inspect measures losses on text: name a file or a dataset with --calibration, "
+            "or a folder of audio files for a model that hears"
         )
     text = CalibrationOptions(calibration, calibration_tokens, device=device)
     check_calibration("factor", text)

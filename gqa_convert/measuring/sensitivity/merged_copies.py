@@ -33,6 +33,7 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import holds_halves
 from gqa_convert.data.sampler import IGNORED
 from gqa_convert.errors import DataError
+from gqa_convert.families.loading import read_kind
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.measuring import StageProgress
 from gqa_convert.measuring.evaluation.scoring import Mean, mean
@@ -123,9 +124,10 @@ def load_inputs(
     """
     before, held_out = hold_out(batches, _HELD_OUT)
     if not held_out:
+        data = read_kind(plan.checkpoint.config)
         raise DataError(
-            "the calibration text has one block and none left to hold out for the loss: name more "
-            "text or more --calibration-tokens"
+            f"there is one block of calibration {data} and none left to hold out for the loss: "
+            f"name more {data} or more --calibration-tokens"
         )
     device = chosen_device(text.device)
     halves = store is not None and holds_halves(plan, device)
