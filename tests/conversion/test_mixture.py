@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import resources
-from gqa_convert.conversion.calibration import own_text
+from gqa_convert.conversion.calibration import mixture, own_text
 from gqa_convert.conversion.calibration import text as calibration_text
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.calibration.blocks import Text
@@ -74,6 +74,22 @@ def test_a_quarter_of_the_blocks_is_mixed_in(words: Path) -> None:
         r"; mixed in: 10% text of its own, 8% Python sources, 7% made-up records$", made.description
     )
     assert made.mixed_in == "10% text of its own, 8% Python sources, 7% made-up records"
+
+
+def test_records_lie_among_paragraphs_of_single_documents(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = ["a" * 150 + "\n", "short\n\n" + "b" * 150]
+    given: list[str] = []
+    monkeypatch.setattr(mixture, "first_texts", lambda _: documents)
+
+    def noted(tokenizer: Any, length: int, count: int, seed: int, filler: list[str]) -> Any:
+        given.extend(filler)
+        return record_blocks(tokenizer, length, count, seed, filler)
+
+    monkeypatch.setattr(mixture, "record_blocks", noted)
+    prepared(str(words))
+    assert given == ["a" * 150 + "\n", "b" * 150]
 
 
 def test_a_model_with_a_chat_template_converses(words: Path, tmp_path: Path) -> None:

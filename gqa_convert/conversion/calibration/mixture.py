@@ -58,8 +58,10 @@ def mix_in(
     if writer is not None:
         wanted = OWN_SHARE * min(request.tokens, held / (1 - MOST))
         own, refused = _written(reader, writer, wanted)
-    paragraphs = "\n\n".join(first_texts(own["text"]) if "text" in own else ()).split("\n\n")
-    filler = [paragraph for paragraph in paragraphs if len(paragraph) in _PARAGRAPH]
+    filler: list[str] = []
+    documents = first_texts(own["text"]) if "text" in own else []
+    for document in documents:
+        filler += [part for part in document.split("\n\n") if len(part) in _PARAGRAPH]
 
     # Read the texts.
     added: list[Text] = []
@@ -71,7 +73,8 @@ def mix_in(
 
     # Take no more blocks than the shares of what the user's texts hold.
     shares = [*(text.share for text in added), RECORDS_SHARE]
-    left, block = 1 - sum(shares), reader.form.raw
+    left = 1 - sum(shares)
+    block = reader.form.raw
     *most, records = [int(share * held / left) // block for share in shares]
     for number, text in enumerate(added):
         added[number] = text._replace(tokens=text.tokens[: most[number] * block])
@@ -79,8 +82,10 @@ def mix_in(
     # Make up records.
     count = min(records, math.ceil(RECORDS_SHARE * sum(reader.counts)))
     tokens = record_blocks(reader.tokenizer, block, count, request.seed, filler)
-    flags = {"can_be_copied_into": False, "is_sampled": True}
-    return [*added, Text("made-up records", tokens, RECORDS_SHARE, **flags)], refused
+    made_up = Text(
+        "made-up records", tokens, RECORDS_SHARE, can_be_copied_into=False, is_sampled=True
+    )
+    return [*added, made_up], refused
 
 
 def _written(
@@ -101,9 +106,10 @@ def _written(
     kinds: tuple[Kind, ...] = ("conversations", "text")
     for kind in kinds if has_chat_template(reader.tokenizer) else kinds[1:]:
         # documents take the place of conversations that it does not write
-        part = tokens / 2 if written or kind == "conversations" else tokens
+        is_half = written or kind == "conversations"
+        wanted = with_spare(tokens / 2 if is_half else tokens)
         try:
-            written.append((kind, writer.write(with_spare(part), kind)))
+            written.append((kind, writer.write(wanted, kind)))
         except DataError as problem:
             refused.append(
                 f"{kind} of the source's own among the calibration text, because {problem}"
