@@ -5,11 +5,11 @@ import math
 import random
 import tempfile
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.layers.merged_attention import replaced
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.errors import GroupsError, OptionError
@@ -261,11 +260,13 @@ def test_a_type_that_takes_one_number_is_not_told_of_options_that_were_not_given
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With values of zero in place of merged heads, as in a model whose weights were edited, or with NaN."""
 
-    def edited_values(_: Any, attention: Any, candidates: Any) -> Any:
-        for groups in candidates:
+    merge = merged_copies.merge_by_closed_form
+
+    def edited_values(layer: Any, attention: Any, candidates: Any) -> Any:
+        for groups, tensors in zip(candidates, merge(layer, attention, candidates), strict=True):
             value = math.nan if groups == 1 else 0.0
-            edited = {"v_proj.weight": torch.full_like(attention.module.v_proj.weight, value)}
-            yield groups, partial(replaced, attention.module, edited)
+            name = f"{attention.name}.v_proj.weight"
+            yield tensors | {name: np.full_like(tensors[name], value)}
 
     monkeypatch.setattr(merged_copies, "merge_by_closed_form", edited_values)
     plan = make_plan(open_checkpoint(source), 1, method="factor")

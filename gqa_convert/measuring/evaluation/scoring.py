@@ -91,11 +91,7 @@ def _predictions(scored: Scored, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _on_device(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of a batch on the model's device; what its encoder made in the model's type."""
-    return {
-        name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in inputs.items()
-    }
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
 
 class Mean(NamedTuple):

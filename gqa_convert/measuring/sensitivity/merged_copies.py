@@ -42,13 +42,9 @@ from gqa_convert.merging.merge_layer import merge_layer
 from gqa_convert.merging.methods import CALIBRATED_DEFAULT
 from gqa_convert.runtime.machine import chosen_device
 
-Installations = Iterator[tuple[int, Installing]]
-Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Installations]
-"""Merges a layer of the source into each number of K/V heads.
-
-It is called with the layer, its module in the source with its calls on the text, and the numbers;
-it yields each number, and a context in which the source's module computes what the merged layer
-does.
+Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Iterator[Tensors]]
+"""Merges a layer of the source into each number of K/V heads: called with the layer, its module in
+the source with its calls on the text, and the numbers, it yields the tensors for each number.
 """
 Batches = Sequence[Batch]
 Blocks = list[tuple[float, int, float, int]]
@@ -152,17 +148,14 @@ def load_inputs(
 
 def merge_by_closed_form(
     layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
-) -> Installations:
+) -> Iterator[Tensors]:
     """Merge as method `factor` does; see `Merging`."""
     moments = moments_of(attention.calls)
     heads = heads_on(layer, attention.calls[0].hidden.device)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
     for groups in candidates:
         merged = merge_layer(heads, groups, layer.limits, moments)
-        yield (
-            groups,
-            _installing(layer, attention, layer.layout.merge_heads(merged, wide, groups), groups),
-        )
+        yield layer.layout.merge_heads(merged, wide, groups)
 
 
 def merge_by_short_fits(
@@ -171,7 +164,7 @@ def merge_by_short_fits(
     layer: SourceLayer,
     attention: CapturedAttention,
     candidates: Sequence[int],
-) -> Installations:
+) -> Iterator[Tensors]:
     """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted
     once for each number of K/V heads.
 
@@ -188,14 +181,7 @@ def merge_by_short_fits(
             few = replace(attention, calls=attention.calls[:_SHORT_BATCHES])
             tensors, record = OneLayer(few, layer, groups, options).fit()
             store.write(key, tensors, asdict(record))
-        yield groups, _installing(layer, attention, store.read(key), groups)
-
-
-def _installing(
-    layer: SourceLayer, attention: CapturedAttention, tensors: Tensors, groups: int
-) -> Installing:
-    module = MergedAttention(layer.layout, tensors, groups, attention.module)
-    return partial(module.installed, module.tensors)
+        yield store.read(key)
 
 
 def score_copies(
@@ -239,23 +225,24 @@ def score_copies(
     with open_layers(inputs.plan) as read_layer:
         for layer in on_text.layers:
             # merge the layer into every number that a copy has
-            merged: list[dict[str, Installing]] = [{} for _ in copies]
+            merged: dict[tuple[str, int], Installing] = {}
             for name in layer.attention:
                 candidates = sorted({copy[name] for copy in copies if name in copy})
                 if candidates:
                     opened = read_layer(layers[name])
                     attention = text.attention(layer, name)
                     check_holds(attention.module, opened)
-                    installed = dict(inputs.merge(opened, attention, candidates))
-                    for copy, own in zip(copies, merged, strict=True):
-                        if name in copy:
-                            own[name] = installed[copy[name]]
+                    found = inputs.merge(opened, attention, candidates)
+                    for groups, tensors in zip(candidates, found, strict=True):
+                        module = MergedAttention(opened.layout, tensors, groups, attention.module)
+                        merged[name, groups] = partial(module.installed, module.tensors)
                 done += 1
                 progress(done, len(layers))
 
             # the source and its copies pass it
             text.advance(layer)
-            for stream, own in zip(streams, merged, strict=True):
+            for stream, copy in zip(streams, copies, strict=True):
+                own = {name: merged[name, copy[name]] for name in layer.attention if name in copy}
                 stream.advance(layer, own)
             first, others = source.norms(layer.stack)
             if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
