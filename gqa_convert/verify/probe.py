@@ -65,8 +65,8 @@ class Probe:
         self._ids = self._tokens(config, _LENGTH, vocabulary)
         self._exact = model.dtype in (torch.float32, torch.float64)
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
+        # the inputs besides the decoder's tokens
         self._memory: dict[str, Any] = {}
-        """The inputs besides the decoder's tokens."""
         if self._pairs and model.main_input_name == "input_ids":
             self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
         elif self._pairs and model.main_input_name == "input_features":

@@ -52,9 +52,9 @@ class TensorChecks:
         self._progress = progress
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in self._out.values())
+        # the tensors that hold merged heads, or heads that the method may change, and the roles of
+        # these
         self._touched = []
-        """The tensors that hold merged heads, or heads that the method may change, and the roles of
-        these."""
         for module in result.changed:
             free = result.foldable.get(module.name, set())
             for before, after in module.tensors:

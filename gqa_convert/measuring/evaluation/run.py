@@ -148,8 +148,8 @@ class _Evaluation:
         self._options = options
         self._device = device
         self._progress = progress
+        # the text in tokens; None for sound, which every model encodes
         self._material: examples.Material | None = None
-        """The text in tokens; None for sound, which every model encodes."""
         self._sounds: list[AudioFile] = []
         # of the first model, with which those after it are compared
         self._first: tuple[dict[str, scoring.Mean], str] | None = None

@@ -218,10 +218,9 @@ def score_copies(
     streams = on_held_out.streams(len(copies))
     source = streams[0]
     done = 0
+    # at the first position behind each layer of the last stack, of the source and its copies, where
+    # there is a sink
     lengths: list[list[float]] = []
-    """At the first position behind each layer of the last stack, of the source and its copies,
-    where there is a sink.
-    """
     with open_layers(inputs.plan) as read_layer:
         for layer in on_text.layers:
             # merge the layer into every number that a copy has
