@@ -322,8 +322,7 @@ class Decoder:
     def cache_bytes(self) -> tuple[int, int]:
         """Bytes of the live keys and values of the decoder's tokens, and of the encoder's."""
         own = getattr(self._cache, "self_attention_cache", self._cache)
-        cross = getattr(self._cache, "cross_attention_cache", None)
-        return _nbytes(own.layers), _nbytes(cross.layers if cross else [])
+        return _nbytes(own), _nbytes(getattr(self._cache, "cross_attention_cache", None))
 
     def _read(self, tokens: torch.Tensor) -> None:
         ids = "input_ids" if self._encoded is None else "decoder_input_ids"
@@ -339,7 +338,11 @@ class Decoder:
         return time.perf_counter()
 
 
-def _nbytes(layers: Sequence[Any]) -> int:
-    """Of keys and values; a recurrent layer has none."""
-    tensors = [getattr(layer, part, None) for layer in layers for part in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+def _nbytes(cache: Any) -> int:
+    """Of keys and values; a recurrent layer has none, nor has a cache that there is not."""
+    found = 0
+    for layer in getattr(cache, "layers", ()):
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(tensor, torch.Tensor):
+                found += tensor.nbytes
+    return found
