@@ -164,10 +164,10 @@ def _layer_changes(
         size, shape = len(names) // groups, entries[names[0]].shape
         entry = TensorEntry(finder.dtype(names[0]), shape)
         sections = separate("key_norm", size, shape[0])
-        for first in range(0, len(names), size):
-            sources = tuple(names[first : first + size])
+        for group in range(groups):
+            sources = tuple(names[group * size : (group + 1) * size])
             yield TensorChange(
-                sources[0], (size, *shape), entry, applied.name, sources, sections, groups=1
+                names[group], (size, *shape), entry, applied.name, sources, sections, groups=1
             )
     # what absorbs maps
     if limits is None or applied is not method:
