@@ -102,6 +102,7 @@ class KVCache:
                     f"the cache holds {list(buffer.shape)} of {buffer.dtype}, "
                     f"the new tokens are {list(new.shape)} of {new.dtype}"
                 )
+        # room for the new tokens
         length = self.length + key.shape[2]
         held = self._buffers[0].shape[2]
         # inference tensors cannot be written to outside inference mode, so they are copied there

@@ -164,6 +164,7 @@ class GroupedMultiheadAttention(GroupedProjections):
                 f"query, key and value have {axes[0]}, {axes[1]} and {axes[2]} axes: "
                 "give all of them 3, or 2 without a batch"
             )
+        # all layouts as batch first
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

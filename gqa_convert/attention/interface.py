@@ -91,6 +91,7 @@ def attention_forward(
                 f"the model asks for {meaning} ({option}), which this attention lacks: "
                 "load it with attn_implementation='eager'"
             )
+    # where transformers passes no mask, the order of tokens is all there is to it
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if (
         attention_mask is None

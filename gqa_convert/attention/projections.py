@@ -156,6 +156,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
             raise OptionError(
                 f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}"
             )
+        # nn.MultiheadAttention stacks the three projections where their inputs are of one size
         weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
         rows = {"weight": weights if weights[0] is not None else module.in_proj_weight.chunk(3)}
         if module.in_proj_bias is not None:

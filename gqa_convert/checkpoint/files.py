@@ -48,6 +48,7 @@ class LocalFiles:
             folders[:] = sorted(
                 name for name in folders if not name.startswith(".") and name != "__pycache__"
             )
+            # a link to a folder could lead anywhere, and os.walk does not follow it
             for name in folders:
                 path = Path(root, name)
                 if path.is_symlink():
@@ -199,6 +200,7 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
             repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS
         )
     except Exception as problem:
+        # no answer, or a failure of the server: a snapshot of an earlier run may serve
         was_answered = isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500
         folder = None if was_answered else _cached_snapshot(repo_id, revision)
         if folder is None:

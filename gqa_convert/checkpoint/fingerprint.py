@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.provenance import RECORD
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
 from gqa_convert.errors import CorruptCheckpointError
 
@@ -39,14 +39,16 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     folder = stored.local_folder
     digest = hashlib.sha256()
     try:
-        for name in (CONFIG, RECORD):
+        for name in (CONFIG, PROVENANCE):
             if (folder / name).exists():
                 digest.update(
                     f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest()
                 )
+        # the index, where there is one
         weights = choose_weights(stored.sizes, stored.source_id)
         if weights.endswith(".json"):
             digest.update(hashlib.sha256((folder / weights).read_bytes()).digest())
+        # a sample of every tensor, since reading all of them takes minutes
         for shard in stored.shards:
             path = folder / shard.file
             sampled = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.runtime.json_objects import JsonObject, Result, parse_object
 
-RECORD = PROVENANCE = "gqa_conversion.json"
+PROVENANCE = "gqa_conversion.json"
 """The file in every converted checkpoint that records how it was made."""
 FORMAT_VERSION = 1
 """The format version of the record."""

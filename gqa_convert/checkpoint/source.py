@@ -226,10 +226,12 @@ def read_checkpoint(files: CheckpointFiles) -> Checkpoint:
     # the files of the weights, which say more about a folder that is no checkpoint than the config
     chosen = formats.choose_weights(files.sizes, files.name)
     config = _read_config(files)
+    # an index, or one file
     weight_map, metadata, names = None, None, [chosen]
     if chosen.endswith(".json"):
         weight_map, metadata = _read_index(files, chosen)
         names = sorted(set(weight_map.values()))
+    # other weights must not lie beside converted ones
     read = {CONFIG, chosen, *names}
     others = [name for name in files.sizes if name not in read]
     left_behind = tuple(sorted(filter(formats.is_weight_file, others)))
@@ -273,12 +275,14 @@ def _read_config(files: CheckpointFiles) -> JsonObject:
             f"{files.name} has no config.json: name the folder that save_pretrained wrote"
         )
     config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), where, ConfigError)
+    # a value of another kind would fail later, in the middle of a run
     for kind, words, keys in _KINDS:
         for key in keys:
             if not isinstance(config.get(key), kind | None):
                 raise ConfigError(
                     f"{where} has {key!r}: {config[key]!r}, expected {words}: correct it"
                 )
+    # loading the result in a type of one's own would hide it
     for key in ("dtype", "torch_dtype"):
         stated = config.get(key)
         if stated is not None and f"torch.{stated}" not in TORCH:
@@ -301,6 +305,7 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     metadata = index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{where} has no weight_map: download or copy it again")
+    # an index must not lead out of the folder
     for tensor, file in weight_map.items():
         if "/" in str(file) or not str(file).endswith(suffix):
             raise CorruptCheckpointError(
@@ -344,6 +349,7 @@ def _check_tensors(
                     "remove one"
                 )
             file_of[name] = shard.file
+    # transformers would leave out, or never find, what only one of them has
     if weight_map is not None and weight_map != file_of:
         name, file = sorted(weight_map.items() ^ file_of.items())[0]
         raise CorruptCheckpointError(

@@ -34,12 +34,12 @@ def load_tensors(path: Path) -> dict[str, Any]:
         raise UnsupportedFormatError(
             f"{path} holds a {type(state).__name__}, no map of tensors: save model.state_dict()"
         )
+    # what a safetensors file can hold
     for name, tensor in state.items():
         is_named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
         is_tensor = isinstance(tensor, torch.Tensor)
-        if not (
-            is_named and is_tensor and tensor.layout is torch.strided and str(tensor.dtype) in TORCH
-        ):
+        is_dense = is_tensor and tensor.layout is torch.strided and str(tensor.dtype) in TORCH
+        if not (is_named and is_dense):
             found = f"{tensor.dtype}, {tensor.layout}" if is_tensor else type(tensor).__name__
             raise UnsupportedFormatError(
                 f"{path} holds {name!r} ({found}), and only named, "

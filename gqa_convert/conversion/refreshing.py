@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from gqa_convert._version import __version__
-from gqa_convert.checkpoint.provenance import RECORD
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, SourceNotFoundError
 from gqa_convert.families.records import record_of
 from gqa_convert.families.released import TESTED, TESTED_KEY, is_released, release_of
@@ -35,7 +35,7 @@ def refresh_modeling(folder: str | Path) -> list[str]:
         OptionError: a modelling file is none that was released, so that it may be somebody's own.
     """
     folder = local_path(folder)
-    config, record = _read(folder, CONFIG), _read(folder, RECORD)
+    config, record = _read(folder, CONFIG), _read(folder, PROVENANCE)
     form = record_of(config).modeling
     if form is None or form.model_type != config.get("model_type"):
         return []  # a stock class loads it
@@ -61,7 +61,9 @@ def refresh_modeling(folder: str | Path) -> list[str]:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     step = {"created": now, "version": __version__, "files": replaced}
     written = {WRITTEN: listed | hash_files(folder, own)}
-    write_json(folder / RECORD, record | {REFRESHED: [*record.get(REFRESHED, ()), step]} | written)
+    write_json(
+        folder / PROVENANCE, record | {REFRESHED: [*record.get(REFRESHED, ()), step]} | written
+    )
     return replaced
 
 

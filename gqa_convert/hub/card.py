@@ -9,10 +9,10 @@ from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError, printable
+from gqa_convert.hub.converted import Converted
 from gqa_convert.hub.licenses import find_license, reminders
 from gqa_convert.hub.markup import render
 from gqa_convert.hub.measured import eval_results, read_measured
-from gqa_convert.hub.provenance import Converted
 from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
@@ -40,6 +40,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     from huggingface_hub import ModelCardData
     from jinja2 import UndefinedError
 
+    # a README of the user's is the card
     readme = _read_readme(model)
     if readme is not None and not _may_be_replaced(model, readme):
         _refuse_useless_options(model, options)
@@ -47,6 +48,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
             f"{CARD} was written or edited by you and stays as it is; move it away for a new card"
         )
         return readme, [kept]
+    # licence
     stated = _stated_by_source(model, readme or "")
     license_ = find_license(stated, options.license)
     warnings = reminders(license_, options.name)
@@ -55,6 +57,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
             f"--license {license_.id} replaces {stated['license']}, "
             "which the source's README.md states"
         )
+    # the model that it was made from: what the user says, or the record
     base_id, revision = model.base_model
     if options.base_model not in (None, base_id):
         base_id, revision = options.base_model, None
@@ -62,6 +65,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         warnings.append(
             "it is not known whether the source is on the Hub: if it is, give --base-model"
         )
+    # the front matter, which the Hub reads
     measured, left_out = read_measured(options.results, model)
     kind = "multi-query-attention" if model.record["groups"] == 1 else "grouped-query-attention"
     tags = ["gqa-convert", kind, *(["uptrained"] if model.trainings else [])]
@@ -81,6 +85,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         eval_results=results or None,
         tags=tags,
     ).to_yaml(line_break="\n")
+    # the text, which people read
     context = {
         "options": options,
         "model": model,

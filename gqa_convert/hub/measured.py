@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.hub.provenance import Converted, PublicNames
+from gqa_convert.hub.converted import Converted, PublicNames
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 from gqa_convert.runtime.paths import local_path

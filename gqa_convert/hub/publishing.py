@@ -13,7 +13,7 @@ from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
-from gqa_convert.hub.provenance import Converted, open_converted
+from gqa_convert.hub.converted import Converted, open_converted
 from gqa_convert.hub.repository import HashedFile, PublishOptions, Repository
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.publishing import ownership
@@ -78,10 +78,12 @@ def publish(
     """
     from huggingface_hub import get_token
 
+    # what is sent, as far as it is known without reading every file
     model = open_converted(local_path(out))
     card, warnings = make_card(model, options)
     token = get_token()
     _refuse_token("the model card", card.encode(), token)
+    # the repository before the files, whose hashes may take minutes
     repository = None if dry_run else Repository(options, token)
     private = repository.read(model.files) if repository else options.private or None
     files = []
@@ -89,6 +91,7 @@ def publish(
         files.append(_hash_file(model.folder, name, token))
         on_progress("hashing", len(files), len(model.files))
     warnings += [*_changes(model, files), *_notes(model)]
+    # the card is the only thing that changes in the folder
     path = model.folder / CARD
     try:
         write_whole(path, card.encode())

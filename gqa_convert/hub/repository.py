@@ -16,9 +16,6 @@ from gqa_convert.runtime.messages import some
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-_NAME = r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
-_REPO_ID = re.compile(f"{_NAME}/{_NAME}", re.ASCII)
-HUB_ID = re.compile(f"{_NAME}(?:/{_NAME})?", re.ASCII)
 _TIMEOUT_SECONDS = 30
 
 
@@ -44,9 +41,12 @@ class PublishOptions:
     license: str | None = None
 
     def __post_init__(self) -> None:
-        _check("--repo-id", self.repo_id, _REPO_ID, "org/name")
-        _check("--base-model", self.base_model, HUB_ID, "org/name")
-        _check("--license", self.license, LICENSE_ID, "apache-2.0, llama2 or other")
+        if "/" not in self.repo_id or not is_hub_id(self.repo_id):
+            raise _malformed("--repo-id", self.repo_id, "org/name")
+        if self.base_model is not None and not is_hub_id(self.base_model):
+            raise _malformed("--base-model", self.base_model, "org/name")
+        if self.license is not None and not LICENSE_ID.fullmatch(self.license):
+            raise _malformed("--license", self.license, "apache-2.0, llama2 or other")
 
     @property
     def url(self) -> str:
@@ -61,9 +61,19 @@ class PublishOptions:
         return self.repo_id.partition("/")[2]
 
 
-def _check(option: str, value: str | None, pattern: re.Pattern[str], example: str) -> None:
-    if value is not None and not pattern.fullmatch(value):
-        raise OptionError(f"{option} {value!r} is no name on the Hub: write it like {example}")
+def is_hub_id(name: str) -> bool:
+    """Whether a repository on the Hub may have this id, with its owner or without."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _malformed(option: str, value: str, example: str) -> OptionError:
+    return OptionError(f"{option} {value!r} is no name on the Hub: write it like {example}")
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,7 @@ class Repository:
                 f"{self._options.url} exists and is public: "
                 "make it private on the Hub, or leave --private out"
             )
+        # transformers could load another model's weights in place of these
         there = {item.rfilename for item in info.siblings or []}
         other = sorted(filter(is_weight_file, there.difference(names)))
         if other:
@@ -155,12 +166,14 @@ class Repository:
         repo_id = self._options.repo_id
         with self._explained("run the same command again: uploaded files are not sent twice"):
             self._api.create_repo(repo_id, private=self._private, exist_ok=True)
+            # names may hold what a pattern takes for a wildcard
             patterns = [escape(file.path) for file in files]
             commit = self._api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=patterns, commit_message=message
             )
         with self._explained("the files were sent but could not be compared"):
             info = self._info(commit.oid)
+        # the folder may have changed since it was hashed
         arrived = {item.rfilename: item for item in info.siblings or []}
         for file in files:
             if file.path not in arrived or not file.is_same(arrived[file.path]):

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from gqa_convert.checkpoint.provenance import RECORD
+from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import CorruptCheckpointError
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
 
@@ -42,6 +42,7 @@ def list_written(folder: Path, result: JsonObject | None) -> dict[str, JsonObjec
         result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their
             hashes are known.
     """
+    # hashing streamed weights would take longer than the conversion
     known = {} if result is None else result["files"]
     listed = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -80,7 +81,7 @@ def foreign_files(folder: Path) -> list[str]:
             if ours and path.is_file() and not path.is_symlink():
                 # `publish` writes a model card after the record
                 is_card = name == CARD and is_our_card(path.read_text("utf-8", "surrogateescape"))
-                is_ours = is_card or name == RECORD or is_unchanged(path, ours.get(name, {}))
+                is_ours = is_card or name == PROVENANCE or is_unchanged(path, ours.get(name, {}))
             if not is_ours:
                 found.append(name)
     return found
@@ -94,10 +95,12 @@ def _read_listed(folder: Path) -> JsonObject:
     """Return the files that the record of a result lists, by name; none if there is no readable
     record.
     """
-    record = folder / RECORD
+    record = folder / PROVENANCE
     try:
         listed = (
-            None if record.is_symlink() else parse_object(record.read_bytes(), RECORD).get(WRITTEN)
+            None
+            if record.is_symlink()
+            else parse_object(record.read_bytes(), PROVENANCE).get(WRITTEN)
         )
     except (OSError, CorruptCheckpointError):
         return {}

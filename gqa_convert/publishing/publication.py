@@ -58,6 +58,7 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
                 f"{out} exists already: "
                 "name a new folder, or replace an earlier result with --overwrite"
             )
+        # only what this program wrote may be replaced
         if foreign := foreign_files(real):
             raise OutputError(
                 f"{out} exists already and holds files that gqa-convert did not write or that "
@@ -113,6 +114,7 @@ class StagedFolder:
         if self.out.exists() and any(self.out.iterdir()):
             if not overwrite:
                 raise OutputError(f"{self.out} appeared during the run: name a new folder")
+            # files may have come since the destination was checked
             _exchange(self.path, self.out)
             try:
                 if foreign := foreign_files(self.path):
@@ -142,6 +144,7 @@ def staged_folder(out: Path) -> Iterator[StagedFolder]:
     An OSError that leaves the context becomes a NoSpaceError or an OutputError.
     """
     out = Path(os.path.realpath(out))
+    # beside the result, since only a rename within a filesystem is atomic
     path = out.with_name(f".{out.name}.gqa-convert-{secrets.token_hex(4)}")
     lock = path.with_name(f"{path.name}.lock")
     handle = None

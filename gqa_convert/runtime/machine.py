@@ -75,6 +75,7 @@ def chosen_device(asked: str | None) -> str:
     """
     if asked in ("cpu", "cpu:0"):
         return "cpu"
+    # in one line, where torch would print a traceback
     if asked is not None and not re.fullmatch(r"cuda(:0|:[1-9][0-9]*)?", asked):
         raise OptionError(
             f"--device {asked!r} is neither the CPU nor a GPU: write it like cpu, cuda or cuda:1"
@@ -109,6 +110,7 @@ def available_memory(device: Any) -> int | None:
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + kept)
+    # a control group may allow less than the machine has
     free = [1024 * kibibytes for kibibytes in _numbers(PROC / "meminfo", "MemAvailable:")]
     return max(0, min([*free, *_left_by_limits()])) if free else None
 

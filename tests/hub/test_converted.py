@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gqa_convert.hub.provenance import PublicNames
+from gqa_convert.hub.converted import PublicNames
 
 SECRET = "Secret Plans of ACME"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

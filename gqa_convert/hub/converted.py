@@ -19,7 +19,7 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
-from gqa_convert.hub.repository import HUB_ID
+from gqa_convert.hub.repository import is_hub_id
 from gqa_convert.merging.methods import COPY
 from gqa_convert.publishing.ownership import CARD
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
@@ -99,8 +99,7 @@ class Converted:
     Attributes:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines
             from the headers.
-        records: of the conversions that made it, oldest first, as conversion.provenance writes them,
-            without folders of the machine.
+        records: of the conversions that made it, oldest first, without folders of the machine.
         names: of what the records state.
         files: paths of what is published besides the card: what convert and uptrain wrote, and
             licences.
@@ -135,7 +134,7 @@ class Converted:
         """Hub id and commit of the newest source whose commit is recorded."""
         for record in reversed(self.records):
             source = record["source"]
-            if source["revision"] and HUB_ID.fullmatch(source["id"]):
+            if source["revision"] and is_hub_id(source["id"]):
                 return source["id"], source["revision"]
         return None, None
 
@@ -162,11 +161,13 @@ def open_converted(folder: Path) -> Converted:
     if not folder.is_dir():
         raise PublishError(f"{folder} is no folder: name the one that convert or uptrain wrote")
     checkpoint = open_checkpoint(folder)
+    # weights and config may be links, but what is sent must lie here
     for name in {PROVENANCE, *checkpoint.sizes} - set(checkpoint.left_behind):
         if leads_out(folder / name, folder):
             raise PublishError(
                 f"{folder / name} is a link that leads out of the folder: put the file in its place"
             )
+    # the record must name all that the model needs
     names, newest = _read_record(folder)
     for name in newest["written"]:
         if name.endswith(".py") and name not in checkpoint.sizes:
@@ -178,9 +179,11 @@ def open_converted(folder: Path) -> Converted:
             raise PublishError(
                 f"{folder / shard.file} was written by neither convert nor uptrain: convert again"
             )
+    # a result may have been converted again
     records = [newest]
     while records[0]["previous"] is not None:
         records.insert(0, records[0]["previous"])
+    # nothing is sent that neither convert nor uptrain wrote, except licences
     files: list[str] = []
     untracked: list[str] = []
     for name in sorted(checkpoint.sizes.keys() - {CARD}):
