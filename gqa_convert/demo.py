@@ -1,4 +1,6 @@
-"""The demo: the bundled checkpoint with a quarter of its K/V heads, by mean pooling and by fitting, offline."""
+"""The demo: the bundled checkpoint with a quarter of its K/V heads, by mean pooling and by fitting,
+offline.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,9 @@ GROUPS = 3
 """K/V heads per layer of the results."""
 
 _TEXT = "python-stdlib"
-"""The sources of this Python's standard library, without the held-out part: on these the checkpoint was trained."""
+"""The sources of this Python's standard library, without the held-out part: on these the checkpoint
+was trained.
+"""
 
 
 def run_demo(
@@ -31,19 +35,22 @@ def run_demo(
     uptraining_tokens: int = 49_152,
     progress: Progress = no_progress,
 ) -> JsonObject:
-    """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and uptrain the fitted one.
+    """Convert the bundled checkpoint by mean pooling and by fitting, prove both results, and
+    uptrain the fitted one.
 
     Args:
-        out: a new folder for the checkpoints `mean` and `fit`, the recipe `uptraining.yaml` and its run `uptraining`.
-        calibration_tokens: how many tokens to fit on; fewer than by default, so that the demo takes only minutes.
+        out: a new folder for the checkpoints `mean` and `fit`, the recipe `uptraining.yaml` and its
+            run `uptraining`.
+        calibration_tokens: how many tokens to fit on; fewer than by default, so that the demo takes
+            only minutes.
         held_out_tokens: on how many tokens the loss of every model is measured.
         uptraining_tokens: how many tokens to uptrain on, with the source as teacher.
         progress: called as the work advances.
 
     Returns:
-        `results` has a row for the source, both results and the uptrained one: `name`, `model` (a folder), `groups` (K/V
-        heads per layer), `kv_bytes_per_token`, `loss` in nats per token of held-out text, and whether it was `verified`
-        (None where there is nothing to prove).
+        `results` has a row for the source, both results and the uptrained one: `name`, `model` (a
+        folder), `groups` (K/V heads per layer), `kv_bytes_per_token`, `loss` in nats per token of
+        held-out text, and whether it was `verified` (None where there is nothing to prove).
 
     Raises:
         OutputError: `out` exists.

@@ -1,18 +1,19 @@
-"""Distributes a model over processes: as a copy on each (DDP), or with parameters, gradients and moments sharded layer
-by layer (FSDP2).
+"""Distributes a model over processes: as a copy on each (DDP), or with parameters, gradients and
+moments sharded layer by layer, over all processes (FSDP2) or over those of each machine (HSDP).
 
-accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` keeps whole gradients on every process, so
-this is done here, from the same configuration.
+accelerate's own FSDP switch silently becomes DDP on CPUs, and its `no_sync` keeps whole gradients
+on every process, so this is done here, from the same configuration.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,14 +23,26 @@ from gqa_convert.families.loading import load_model, outline_model, untie
 from gqa_convert.processes import by_first, check_agreement, is_set, rank, started
 
 
-def number_of_shards(sharding: str, processes: int) -> int:
+def number_of_shards(sharding: str, processes: int, of_machine: int | None = None) -> int:
     """Over how many processes each parameter is sharded; 1 if every process holds whole parameters.
 
     Args:
-        sharding: the recipe's `sharding`; `auto` is what the launcher's configuration asks for (`distributed_type: FSDP`
-            of accelerate).
+        sharding: the recipe's `sharding`; `auto` is what the launcher's configuration asks for
+            (`distributed_type: FSDP` of accelerate).
         processes: the number of processes.
+        of_machine: how many of them a machine has; None for what the launcher states.
+
+    Raises:
+        LaunchError: the machines have unequally many.
     """
+    if sharding == "hybrid":
+        shards = min(of_machine or int(os.getenv("LOCAL_WORLD_SIZE", processes)), processes)
+        if processes % shards:
+            raise LaunchError(
+                f"sharding is hybrid, and of {processes} processes {shards} are on this machine: "
+                "start as many on each"
+            )
+        return shards
     if sharding == "full" or (sharding == "auto" and is_set("ACCELERATE_USE_FSDP")):
         return processes
     return 1
@@ -43,32 +56,39 @@ def load(
     Args:
         folder: a local checkpoint.
         dtype: a torch dtype, or `auto`.
-        by_first: only the first process reads weights, for a model that `shard` will send to the others. Otherwise a
-            machine with eight GPUs would hold eight whole copies before sharding.
+        by_first: only the first process reads weights, for a model that `shard` will send to the
+            others. Otherwise a machine with eight GPUs would hold eight whole copies before
+            sharding.
         options: further options of `from_pretrained`, for models that are not sharded.
     """
     if by_first and rank():
-        # a class that can't be built without its weights, or an error that the first process reports
+        # a class that can't be built without its weights, or an error that the first process
+        # reports
         with suppress(Exception):
             return outline_model(folder), []
     return load_model(folder, dtype, **options)
 
 
 def replicate(model: Any) -> Any:
-    """Wrap the model on this process's device; gradients of all processes are averaged in the backward pass."""
-    # find_unused_parameters is not needed: transformers 5 holds all experts of a layer in one tensor, idle ones too
+    """Wrap the model on this process's device; gradients of all processes are averaged in the
+    backward pass.
+    """
+    # find_unused_parameters is not needed: transformers 5 holds all experts of a layer in one
+    # tensor, idle ones too
     return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def shard(model: Any, device: Any, *, bf16: bool) -> Any:
-    """Shard a model in place over all processes. Matrix products are computed in bfloat16 if `bf16`, and gradients are
+def shard(model: Any, device: Any, *, bf16: bool, shards: int | None = None) -> Any:
+    """Shard a model in place. Matrix products are computed in bfloat16 if `bf16`, and gradients are
     summed in float32.
 
     Args:
-        model: the model on the CPU, so that the device holds one whole layer at a time. The first process's numbers are
-            used.
+        model: the model on the CPU, so that the device holds one whole layer at a time. The first
+            process's numbers are used.
         device: the device of this process.
         bf16: compute in bfloat16; parameters and optimizer state keep their dtype.
+        shards: over how many processes each parameter is sharded, of which there are as many copies
+            as the processes allow; None for all.
 
     Raises:
         LaunchError: layers of the model share parameters.
@@ -76,7 +96,7 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     _match_the_first(model)
     names = {name for name, _ in model.named_parameters()}
     numbers = {} if rank() else model.state_dict()
-    mesh = init_device_mesh(device.type, (started(),))
+    mesh = device_mesh(device.type, shards or started())
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers(model):
@@ -86,8 +106,8 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if apart := [name for name, _ in model.named_parameters() if name not in names]:
         raise LaunchError(
-            f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately ({len(apart)} in all): launch with "
-            "recipes/accelerate/multi_gpu.yaml"
+            f"{apart[0]} is shared with another layer, and FSDP2 would train the two separately "
+            f"({len(apart)} in all): launch with recipes/accelerate/multi_gpu.yaml"
         )
     set_model_state_dict(
         model, numbers, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -97,9 +117,19 @@ def shard(model: Any, device: Any, *, bf16: bool) -> Any:
     return model
 
 
+def device_mesh(device_type: str, shards: int) -> Any:
+    """The processes as FSDP2 takes them: in one dimension, over which parameters are sharded; or
+    where several groups of processes hold all of them, in two, [copies, shards].
+    """
+    copies = started() // shards
+    config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
+    return config.build_device_mesh(device_type)
+
+
 def _of_other_dtypes(layer: Any) -> list[Any]:
-    """The modules of a layer with a parameter in another dtype than the layer's first, such as an expert router that
-    transformers keeps in float32. FSDP2 gathers parameters of one dtype together.
+    """The modules of a layer with a parameter in another dtype than the layer's first, such as an
+    expert router that transformers keeps in float32. FSDP2 gathers parameters of one dtype
+    together.
     """
     first = next(layer.parameters()).dtype
     return [
@@ -115,8 +145,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def reshard(model: Any) -> None:
-    """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because the optimizer needs
-    shards. A model that is not sharded stays as it is.
+    """Reshard the parameters that a forward pass without a backward pass leaves unsharded, because
+    the optimizer needs shards. A model that is not sharded stays as it is.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -126,8 +156,9 @@ def reshard(model: Any) -> None:
 def _match_the_first(model: Any) -> None:
     """Give the model the tensors of the first process, in their dtypes; numbers follow later.
 
-    Only the first process may have read weights. It alone finds an output layer that is stored where the config says
-    that the embeddings serve as one, and transformers keeps some tensors in float32 when it reads them.
+    Only the first process may have read weights. It alone finds an output layer that is stored
+    where the config says that the embeddings serve as one, and transformers keeps some tensors in
+    float32 when it reads them.
 
     Raises:
         LaunchError: the models differ in more than that.
@@ -150,7 +181,9 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def layers(model: Any) -> Iterator[Any]:
-    """The repeated blocks of a model, which its class declares as not to be split, innermost first."""
+    """The repeated blocks of a model, which its class declares as not to be split, innermost
+    first.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     names = model._no_split_modules or ()

@@ -1,9 +1,10 @@
-"""Write text for uptraining that asks for what stands far above: made-up statements among paragraphs of your own text.
+"""Write text for uptraining that asks for what stands far above: made-up statements among
+paragraphs of your own text.
 
     python recipes/made_up_text.py prose.jsonl made-up.jsonl
 
-The questions about a statement, and a part of each paragraph once more, follow 100 to 5,000 characters later. In a recipe,
-the file stands beside other text:
+The questions about a statement, and a part of each paragraph once more, follow 100 to 5,000
+characters later. In a recipe, the file stands beside other text:
 
     data:
       - source: prose.jsonl
@@ -82,7 +83,10 @@ def main() -> None:
         parser.error(str(problem))
     if not paragraphs:
         parser.error(
-            f"{options.text} has no paragraphs of {PARAGRAPH.start} to {PARAGRAPH.stop} characters between empty lines"
+
+                f"{options.text} has no paragraphs of {PARAGRAPH.start} to {PARAGRAPH.stop} "
+                f"characters between empty lines"
+
         )
     texts = islice(asked_later(options.seed, paragraphs), options.texts)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The command line: one file per command, whose docstring is its help; the work is imported when it is called."""
+"""The command line: one file per command, whose docstring is its help; the work is imported when it
+is called.
+"""
 
 from typing import Never
 

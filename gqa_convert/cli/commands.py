@@ -1,6 +1,8 @@
-"""The commands by name, and their help. The file of a command and its function have its name, with `_` for `-`.
+"""The commands by name, and their help. The file of a command and its function have its name, with
+`_` for `-`.
 
-Help is plain and typer's own: rich, with which it can draw panels, takes longer to import than all the rest of `--help`.
+Help is plain and typer's own: rich, with which it can draw panels, takes longer to import than all
+the rest of `--help`.
 """
 
 import os
@@ -13,9 +15,11 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-SUMMARY = """Convert a multi-head or grouped-query checkpoint to fewer K/V heads, prove the result, and measure what it costs and saves.
+SUMMARY = """Convert a multi-head or grouped-query checkpoint to fewer K/V heads, prove the result,
+and measure what it costs and saves.
 
-With calibration text (any text like what the model will read) a model loses least; demo shows it on a bundled one.
+With calibration text (any text like what the model will read) a model loses least; demo shows it on
+a bundled one.
 
   gqa-convert demo
   gqa-convert convert  ./Llama-2-7b --groups 8 --dry-run
@@ -27,7 +31,9 @@ Every command has examples: gqa-convert COMMAND --help"""
 
 
 def help_text(text: str) -> str:
-    """Return a text for typer, which wraps paragraphs but for those that begin with a backspace: examples."""
+    """Return a text for typer, which wraps paragraphs but for those that begin with a backspace:
+    examples.
+    """
     return re.sub(r"(?m)(?<=\n\n)(?= )", "\b\n", text)
 
 
@@ -90,7 +96,9 @@ COMMANDS = (
 
 
 def on_first(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that runs on the first process of a launcher alone, which tells the others what to do."""
+    """A command that runs on the first process of a launcher alone, which tells the others what to
+    do.
+    """
 
     @wraps(command)
     def run(**arguments: Any) -> None:
@@ -109,7 +117,9 @@ def on_first(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_commands(app: Any) -> None:
-    """Add every command to the typer application. Its file imports options alone; the work is imported when it is called."""
+    """Add every command to the typer application. Its file imports options alone; the work is
+    imported when it is called.
+    """
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)

@@ -32,7 +32,8 @@ def group_counts(text: str) -> int | list[int]:
     """Parse one number for all layers, a list with one for each layer, or @ and a file with a list.
 
     Raises:
-        typer.BadParameter: the file cannot be read, or what is given is not a number or a list of numbers.
+        typer.BadParameter: the file cannot be read, or what is given is not a number or a list of
+        numbers.
     """
     if not text.startswith("@"):
         listed = counts(text)
@@ -47,10 +48,7 @@ def group_counts(text: str) -> int | list[int]:
 @on_first
 def convert(
     source: Source,
-    out: Path | None = option(
-        "OUT",
-        "New folder for the result; it appears whole or not at all.",
-    ),
+    out: Path | None = option("OUT", "New folder for the result; it appears whole or not at all."),
     groups: Any = option(
         "--groups -n N|N,N,...|@FILE",
         "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
@@ -85,9 +83,7 @@ def convert(
     ),
     device: Device = None,
     seed: int = rare_option(
-        "--seed S",
-        "Seed for the sample of calibration text and the order of batches.",
-        0,
+        "--seed S", "Seed for the sample of calibration text and the order of batches.", 0
     ),
     encoder: bool = option(
         "--encoder",
@@ -101,9 +97,7 @@ def convert(
     ),
     revision: Revision = None,
     overwrite: bool = option(
-        "--overwrite",
-        "Replace an earlier result in OUT once the new one is complete.",
-        False,
+        "--overwrite", "Replace an earlier result in OUT once the new one is complete.", False
     ),
     hash_weights: bool = rare_option(
         "--hash",
@@ -122,22 +116,21 @@ def convert(
         parser=count,
     ),
     batch: int | None = rare_option(
-        "--batch B",
-        "With --dry-run: sequences in the K/V cache.",
-        min=1,
+        "--batch B", "With --dry-run: sequences in the K/V cache.", min=1
     ),
     as_json: Json = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
 
-    With --calibration, method fit adapts the merged heads to the text, layer by layer and then all layers together
-    if the model fits in memory; a quarter of a decoder's text is of other kinds, unless --no-mix is given. It loses
-    least by far and needs no GPU, but uses one if there is one; a killed run resumes with the same command. Without
-    --calibration, method factor measures on a few thousand tokens of this Python's own sources, which is quicker
-    and loses more. Method mean (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
+    With --calibration, method fit adapts the merged heads to the text, layer by layer and then all
+    layers together if the model fits in memory; a quarter of a decoder's text is of other kinds,
+    unless --no-mix is given. It loses least by far and needs no GPU, but uses one if there is one;
+    a killed run resumes with the same command. Without --calibration, method factor measures on a
+    few thousand tokens of this Python's own sources, which is quicker and loses more. Method mean
+    (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
 
-    With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are merged most. Of a T5,
-    the decoder is converted, and the encoder only with --encoder.
+    With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are
+    merged most. Of a T5, the decoder is converted, and the encoder only with --encoder.
 
       gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
@@ -147,7 +140,8 @@ def convert(
         raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")
     if (groups is None) == (kv_budget is None):
         raise OptionError(
-            "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to keep, which chooses them"
+            "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to "
+            "keep, which chooses them"
         )
     if not dry_run:
         refuse(
@@ -191,8 +185,9 @@ def convert(
             if choice.warning:
                 screen.say(f"note: {choice.warning}")
             screen.say(
-                f"note: --kv-budget {choice.stated} allows {choice.limit_kv_bytes_per_token:,} of the "
-                f"{choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is {choice.reason}"
+                f"note: --kv-budget {choice.stated} allows {choice.limit_kv_bytes_per_token:,} of "
+                f"the {choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is "
+                f"{choice.reason}"
             )
         groups = choice.groups
     if out is None or dry_run:

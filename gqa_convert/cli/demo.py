@@ -13,8 +13,9 @@ def demo(
 ) -> None:
     """Try the whole workflow on a small bundled model, offline, in a few minutes on two cores.
 
-    A quarter of the model's K/V heads are kept, by mean pooling and by fitting on calibration text. Both results are
-    verified, their loss and their K/V cache are measured, and the better one is uptrained.
+    A quarter of the model's K/V heads are kept, by mean pooling and by fitting on calibration text.
+    Both results are verified, their loss and their K/V cache are measured, and the better one is
+    uptrained.
 
       gqa-convert demo
     """

@@ -22,9 +22,7 @@ def evaluate(
         "Model to compare with, by KL divergence too. Default: the first, by loss.",
     ),
     tokens: Any = option(
-        "--tokens T",
-        "Most tokens to score. Default: all; 1M of a Hub dataset.",
-        parser=count,
+        "--tokens T", "Most tokens to score. Default: all; 1M of a Hub dataset.", parser=count
     ),
     window: Any = option(
         "--window T",
@@ -39,53 +37,37 @@ def evaluate(
         parser=counts,
     ),
     questions: int | None = option(
-        "--questions N",
-        "Questions of each kind at each length of --retrieval. Default: 24.",
-        min=1,
+        "--questions N", "Questions of each kind at each length of --retrieval. Default: 24.", min=1
     ),
     device: Device = None,
-    output: Path | None = option(
-        "--output -o FILE.json",
-        "New file for the results as JSON.",
-    ),
+    output: Path | None = option("--output -o FILE.json", "New file for the results as JSON."),
     as_json: Json = False,
     dtype: str = rare_option(
         "--dtype TYPE",
         "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         "auto",
     ),
-    seed: int | None = rare_option(
-        "--seed S",
-        "Seed of the texts of --retrieval. Default: 0.",
-    ),
+    seed: int | None = rare_option("--seed S", "Seed of the texts of --retrieval. Default: 0."),
     revision: str | None = rare_option(
-        "--revision REV",
-        "Branch, tag or commit of models on the Hub. Default: main.",
+        "--revision REV", "Branch, tag or commit of models on the Hub. Default: main."
     ),
     text_field: str = rare_option(
-        "--text-field NAME",
-        "Field with the text, in JSON lines, Parquet and datasets.",
-        "text",
+        "--text-field NAME", "Field with the text, in JSON lines, Parquet and datasets.", "text"
     ),
     source_field: str | None = rare_option(
-        "--source-field NAME",
-        "Field with the input of an encoder-decoder, to score pairs.",
+        "--source-field NAME", "Field with the input of an encoder-decoder, to score pairs."
     ),
     target_field: str | None = rare_option(
-        "--target-field NAME",
-        "Field with what an encoder-decoder should write.",
+        "--target-field NAME", "Field with what an encoder-decoder should write."
     ),
     data_split: str = rare_option("--data-split NAME", "Split of a Hub dataset.", "train"),
-    data_name: str | None = rare_option(
-        "--data-name NAME",
-        "Configuration of a Hub dataset.",
-    ),
+    data_name: str | None = rare_option("--data-name NAME", "Configuration of a Hub dataset."),
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 
-    Several models are compared with the first one, or with --reference, by paired differences with standard errors;
-    --reference adds the KL divergence. Encoder-decoders are scored on
-    span corruption or on pairs of texts. The exit code is 1 if a loss is not finite.
+    Several models are compared with the first one, or with --reference, by paired differences with
+    standard errors; --reference adds the KL divergence. Encoder-decoders are scored on span
+    corruption or on pairs of texts. The exit code is 1 if a loss is not finite.
 
     Examples:
 

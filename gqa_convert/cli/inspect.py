@@ -30,13 +30,14 @@ def inspect(
 ) -> None:
     """Show what merging K/V heads would cost for every N, and recommend an N. Nothing is converted.
 
-    SOURCE runs with merged heads on held-out text of --calibration. The loss that the closed form, method factor, adds is
-    an upper bound of what convert --calibration adds.
+    SOURCE runs with merged heads on held-out text of --calibration. The loss that the closed form,
+    method factor, adds is an upper bound of what convert --calibration adds.
 
     Examples:
 
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
-      gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 --max-loss-increase 0.5
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 \\
+        --max-loss-increase 0.5
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
@@ -60,7 +61,8 @@ def inspect(
         print_json(result.as_json())
         return
     say(
-        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} attention layers"
+        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} "
+        "attention layers"
     )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
@@ -69,8 +71,9 @@ def inspect(
     # a single block has no standard error, and its digits mean little
     form = "z.1f" if losses.source_standard_error is None else "z.4f"
     title = (
-        f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on {losses.tokens:,} held-out "
-        "tokens of this text: closed form, an upper bound of what fit loses"
+        f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on "
+        f"{losses.tokens:,} held-out tokens of this text: closed form, an upper bound of what fit "
+        "loses"
     )
     rows = [
         {"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")}

@@ -56,7 +56,8 @@ def option(shown: str, text: str, default: Any = None, **more: Any) -> Any:
     Args:
         shown: as `--help` shows it: its names, and what stands for its value if it takes one.
         text: its help.
-        default: its value if it is not given; `...` where it must be, or where the parameter states it.
+        default: its value if it is not given; `...` where it must be, or where the parameter states
+            it.
         more: what typer's function takes.
     """
     names, metavar = shown.split(), None
@@ -96,7 +97,8 @@ Budget = Annotated[
     Any,
     option(
         "--kv-budget SHARE",
-        "The K/V cache to keep, as a share of that of SOURCE (50%): chooses a number of K/V heads for each layer of most decoders, by what merging costs it on the calibration text.",
+        "The K/V cache to keep, as a share of that of SOURCE (50%): chooses a number of K/V heads "
+        "for each layer of most decoders, by what merging costs it on the calibration text.",
         ...,
         parser=cache_budget,
     ),
@@ -114,7 +116,10 @@ Calibration = Annotated[
     list[str] | None,
     option(
         "--calibration -c TEXT",
-        "Calibration text, conversations, or pairs with source and target for an encoder-decoder: a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a folder of audio files for a model that hears. Repeat the option to mix texts in equal shares.",
+        "Calibration text, conversations, or pairs with source and target for an encoder-decoder: "
+        "a file, a folder, a glob pattern, a Hub dataset, or self for text that SOURCE writes; a "
+        "folder of audio files for a model that hears. Repeat the option to mix texts in equal "
+        "shares.",
         ...,
     ),
 ]
@@ -122,7 +127,8 @@ CalibrationTokens = Annotated[
     Any,
     option(
         "--calibration-tokens T",
-        "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below 50, and 8 per unit of hidden_size above 3,072.",
+        "Tokens of calibration text, such as 100k. Default: 24.6k, fewer for a hidden_size below "
+        "50, and 8 per unit of hidden_size above 3,072.",
         ...,
         parser=count,
     ),

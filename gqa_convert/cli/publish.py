@@ -11,9 +11,7 @@ from .options import Json, option
 def publish(
     out: Path = option("OUT", "Folder written by convert or uptrain.", ...),
     repo_id: str = option(
-        "--repo-id ORG/NAME",
-        "Repository on the Hub; created if it does not exist.",
-        ...,
+        "--repo-id ORG/NAME", "Repository on the Hub; created if it does not exist.", ...
     ),
     private: bool = option("--private", "Create the repository as private.", False),
     dry_run: bool = option(
@@ -22,30 +20,28 @@ def publish(
         False,
     ),
     results: list[Path] = option(
-        "--results -r FILE",
-        "JSON of evaluate for the card; repeatable.",
-        [],
+        "--results -r FILE", "JSON of evaluate for the card; repeatable.", []
     ),
     base_model: str | None = option(
         "--base-model ORG/NAME",
         "Source model on the Hub. Default: the one that the conversion recorded.",
     ),
     licence: str | None = option(
-        "--license ID",
-        "Licence of the result. Default: that in the README.md of the source.",
+        "--license ID", "Licence of the result. Default: that in the README.md of the source."
     ),
     as_json: Json = False,
 ) -> None:
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
 
-    You must be logged in (hf auth login). The card states only what OUT records and what the results measured. All
-    files are checked and listed before anything is sent, and compared by hash after the upload. The same command
-    resumes an interrupted upload. Nothing on the Hub is deleted.
+    You must be logged in (hf auth login). The card states only what OUT records and what the
+    results measured. All files are checked and listed before anything is sent, and compared by hash
+    after the upload. The same command resumes an interrupted upload. Nothing on the Hub is deleted.
 
     Examples:
 
       gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --dry-run
-      gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private --results evaluation.json
+      gqa-convert publish ./Llama-2-7b-gqa8 --repo-id me/Llama-2-7b-gqa8 --private \\
+        --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
     """
     from huggingface_hub.utils import disable_progress_bars
@@ -60,11 +56,7 @@ def publish(
 
     console = make_console(stderr=as_json or not dry_run)
     options = PublishOptions(
-        repo_id,
-        private,
-        results=results,
-        base_model=base_model,
-        license=licence,
+        repo_id, private, results=results, base_model=base_model, license=licence
     )
 
     def show_files(publication: Publication) -> None:

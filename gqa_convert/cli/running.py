@@ -29,7 +29,8 @@ def run(app: Any) -> Never:
         for argument in sys.argv[1:]:
             if re.search("[\udc80-\udcff]", argument):  # a record is UTF-8
                 raise OptionError(
-                    f"the argument {argument} is not UTF-8, so that records cannot hold it: rename the file or folder"
+                    f"the argument {argument} is not UTF-8, so that records cannot hold it: rename "
+                    "the file or folder"
                 )
         sys.exit(app(prog_name="gqa-convert", standalone_mode=False))
     except (GQAConvertError, InterruptedRunError) as mistake:

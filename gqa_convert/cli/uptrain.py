@@ -18,9 +18,7 @@ def uptrain(
     recipe: Path = option("RECIPE.yaml", "Recipe file: the model, the text and the budget.", ...),
     overrides: list[str] = option("KEY=VALUE", "Values that replace keys of the recipe.", []),
     dry_run: bool = option(
-        "--dry-run",
-        "Estimate memory and hours of the run; train nothing.",
-        False,
+        "--dry-run", "Estimate memory and hours of the run; train nothing.", False
     ),
     hardware: Any = option(
         "--hardware NxGPU",
@@ -36,17 +34,19 @@ def uptrain(
 ) -> None:
     """Train a converted checkpoint to recover quality, with its source as teacher.
 
-    RECIPE.yaml names at least a model, text and an output folder; the documentation's reference of uptraining lists all
-    keys. The same command resumes an interrupted run. Exit code 75 means that a signal (TERM, USR1, INT, HUP)
-    stopped the run after its state was saved.
+    RECIPE.yaml names at least a model, text and an output folder; the documentation's reference of
+    uptraining lists all keys. The same command resumes an interrupted run. Exit code 75 means that
+    a signal (TERM, USR1, INT, HUP) stopped the run after its state was saved.
 
-    With --dry-run, the run is estimated on models without numbers: no weights are read. With --tokenize-only, the
-    tokens go into the cache in which the run looks for them, $XDG_CACHE_HOME/gqa-convert or ~/.cache/gqa-convert; the
-    same command continues after it was stopped.
+    With --dry-run, the run is estimated on models without numbers: no weights are read. With
+    --tokenize-only, the tokens go into the cache in which the run looks for them,
+    $XDG_CACHE_HOME/gqa-convert or ~/.cache/gqa-convert; the same command continues after it was
+    stopped.
 
       gqa-convert uptrain recipe.yaml tokens=500M learning_rate=1e-4
       gqa-convert uptrain recipe.yaml --dry-run --hardware 8xh100
-      accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m gqa_convert uptrain recipe.yaml
+      accelerate launch --config_file recipes/accelerate/multi_gpu.yaml \\
+        -m gqa_convert uptrain recipe.yaml
     """
     if not dry_run:
         refuse({"--hardware": hardware}, "describes GPUs for the estimate of --dry-run")
@@ -62,7 +62,7 @@ def uptrain(
             result: Any = estimate(recipe, overrides, *(hardware or (1, "h100")))
             show: Any = show_estimate
         elif tokenize_only:
-            from gqa_convert.training.tokenize_only import tokenize_recipe
+            from gqa_convert.training.opening import tokenize_recipe
 
             result = tokenize_recipe(recipe, overrides, on_tokenize=screen.show)
             show = show_tokenized

@@ -9,30 +9,31 @@ def verify(
     out: Converted,
     source: str | None = option(
         "--source SOURCE",
-        "Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its record names.",
+        "Checkpoint that OUT was converted from: a folder or a Hub id. Default: the one that its "
+        "record names.",
     ),
     revision: Revision = None,
     logits: bool = option(
-        "--logits/--no-logits",
-        "Load both models and compare their outputs.",
-        True,
+        "--logits/--no-logits", "Load both models and compare their outputs.", True
     ),
     refresh: bool = option(
         "--refresh",
-        "First replace modelling files of an earlier release in OUT by those of this one, and record that.",
+        "First replace modelling files of an earlier release in OUT by those of this one, and "
+        "record that.",
         False,
     ),
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
 
-    Every tensor is compared or recomputed by code that is independent of the converter. Then both models are loaded, one
-    at a time, and OUT must compute what SOURCE computes with OUT's heads repeated. A result of fit, which depends on its
-    calibration text, must also be nearer to SOURCE than mean pooling, as a whole and in each attention module. The exit
-    code is 1 if a check fails.
+    Every tensor is compared or recomputed by code that is independent of the converter. Then both
+    models are loaded, one at a time, and OUT must compute what SOURCE computes with OUT's heads
+    repeated. A result of fit, which depends on its calibration text, must also be nearer to SOURCE
+    than mean pooling, as a whole and in each attention module. The exit code is 1 if a check fails.
 
-    An uptrained checkpoint has other weights: verify the checkpoint that training started from. A source that convert
-    has rewritten first is rewritten again, in a folder beside OUT that goes afterwards.
+    An uptrained checkpoint has other weights: verify the checkpoint that training started from. A
+    source that convert has rewritten first is rewritten again, in a folder beside OUT that goes
+    afterwards.
 
       gqa-convert verify ./gqa8
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
@@ -64,7 +65,10 @@ def verify(
             say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:<22} {check.detail}")
         verdict = "verified"
         if not report.passed:
-            verdict = "not verified: OUT is not SOURCE with merged K/V heads; do not use it, unless it was uptrained after the conversion"
+            verdict = (
+                "not verified: OUT is not SOURCE with merged K/V heads; do not use it, unless it "
+                "was uptrained after the conversion"
+            )
         say(verdict)
     if not report.passed:
         raise typer.Exit(1)

@@ -1,9 +1,10 @@
 """Estimates a run on a number of GPUs, without starting it: memory and hours.
 
-The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch forwards and backwards,
-in which torch counts the operations and the bytes that autograd saves. So experts that are not active and
-frozen weights count as they do in the run. No weights are read. The estimate leaves out the program itself, the memory of
-CUDA and NCCL, fragmentation and temporary buffers.
+The models of the recipe are made without numbers (torch's FakeTensorMode) and take one micro-batch
+forwards and backwards, in which torch counts the operations and the bytes that autograd saves. So
+experts that are not active and frozen weights count as they do in the run. No weights are read. The
+estimate leaves out the program itself, the memory of CUDA and NCCL, fragmentation and temporary
+buffers.
 """
 
 import re
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.data.encoders import LAST
@@ -30,16 +33,25 @@ from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.sharding import layers, number_of_shards
-from gqa_convert.training.lora import check_lora, target_modules
-from gqa_convert.training.models import recompute, turn_dropout_off
+from gqa_convert.training.models import (
+    check_lora,
+    fix_towers,
+    recompute,
+    target_modules,
+    turn_dropout_off,
+)
 from gqa_convert.training.opening import sample_settings
-from gqa_convert.training.optimizers import fix_towers
+from gqa_convert.training.optimizers import OPTIMIZERS
 from gqa_convert.training.recipe import Recipe, read_recipe
 
+OF_MACHINE = 8
+"""The assumed number of GPUs of a machine."""
 UTILISATION = 0.35
 """The assumed share of a GPU's peak."""
 _NF4 = 0.6
-"""The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay in bfloat16."""
+"""The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay
+in bfloat16.
+"""
 GPUS: dict[str, tuple[int, int]] = tomllib.loads(
     Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
 )
@@ -90,7 +102,7 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     Raises:
         OptionError: the type is not known.
         RecipeError: the recipe is wrong, or its model can't be made without its numbers.
-        LaunchError: adapters would be sharded.
+        LaunchError: adapters would be sharded, or machines have unequally many GPUs.
         DataError: the tokenizer lacks a token that the objective needs.
     """
     known = {name.lower().replace(" ", ""): name for name in GPUS}
@@ -101,7 +113,7 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         )
     teraflops, gigabytes = GPUS[name]
     recipe = read_recipe(path, overrides)
-    shards = number_of_shards(recipe.sharding, gpus)
+    shards = number_of_shards(recipe.sharding, gpus, OF_MACHINE)
     check_lora(recipe.lora, sharded=shards > 1)
     with no_bars():
         student = open_checkpoint(recipe.model, download=True)
@@ -116,11 +128,12 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         raise
     except Exception as problem:  # whatever a class does with numbers that are not there
         raise RecipeError(
-            f"{recipe.model} (model type {student.config.get('model_type')!r}) can be trained, but not estimated: {first_line(problem)}"
+            f"{recipe.model} (model type {student.config.get('model_type')!r}) can be trained, "
+            f"but not estimated: {first_line(problem)}"
         ) from None
-    samples_per_step = recipe.samples_per_step(tokens_per_sample)
+    samples = recipe.samples_per_step(tokens_per_sample)
     steps = recipe.steps(tokens_per_sample)
-    flops = round(flops * samples_per_step / recipe.micro_batch_size)
+    flops = round(flops * samples / recipe.micro_batch_size)
     return Estimate(
         model=recipe.model,
         gpus=gpus,
@@ -128,13 +141,13 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
         shards=shards,
         parameters=parameters,
         steps=steps,
-        samples_per_step=samples_per_step,
+        samples_per_step=samples,
         memory=memory,
         memory_needed=sum(memory.values()),
         memory_of_gpu=gigabytes * 10**9,
         flops=flops,
         hours=steps * flops / (gpus * teraflops * 1e12 * UTILISATION) / 3600,
-        tokens_needed=int(steps * samples_per_step * tokens_per_sample),
+        tokens_needed=int(steps * samples * tokens_per_sample),
     )
 
 
@@ -151,7 +164,8 @@ def _longest(sampler: Sampler, size: int) -> Batch:
 def _costs(
     recipe: Recipe, student: Checkpoint, teacher: Checkpoint | None, batch: Batch, shards: int
 ) -> tuple[dict[str, int], dict[str, int], int]:
-    """The bytes on each GPU by part; the numbers of parameters; and the operations for a micro-batch.
+    """The bytes on each GPU by part; the numbers of parameters; and the operations for a
+    micro-batch.
 
     Args:
         recipe: the recipe of the run.
@@ -159,55 +173,51 @@ def _costs(
         batch: a micro-batch, of which only the shapes count.
         shards: over how many GPUs each parameter is sharded.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    lora = recipe.lora
     in_bf16 = recipe.precision == "bf16"
     size = 2 if in_bf16 else 4
     with FakeTensorMode():
         # FSDP2 computes in bfloat16 weights, and adapters are on such; otherwise autocasting does
-        model = _outline(student, in_bf16 and (shards > 1 or bool(recipe.lora)))
+        model = _outline(student, in_bf16 and (shards > 1 or bool(lora)))
         count = _numbers(model.parameters())
         learning = _numbers(each for each in model.parameters() if each.requires_grad)
         fixed = 4 * (count - learning) / shards
         copied = 0
-        if recipe.lora:
-            fixed = count * (_NF4 if recipe.lora.quantize else size)
+        if lora:  # PEFT can't add adapters without numbers
+            fixed = count * (_NF4 if lora.quantize else size)
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
-            learning = recipe.lora.rank * sum(map(sum, adapted))
+            learning = lora.rank * sum(map(sum, adapted))
             count += learning
-            copied = size * sum(
-                columns for _, columns in adapted
-            )  # bytes of the adapters' inputs at a position
+            # bytes of the adapters' inputs at a position
+            copied = size * sum(columns for _, columns in adapted)
+            # gradients pass all layers, as those of adapters do
             model.requires_grad_(False)
-            model.get_input_embeddings().requires_grad_(
-                True
-            )  # gradients pass all layers, as those of adapters do
+            model.get_input_embeddings().requires_grad_(True)
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
-        outside = _numbers(model.parameters()) - sum(blocks)
         flops, saved = _pass(model, batch, in_bf16)
-        # the logits of a part of the positions, and their distributions and gradients in float32
         positions = batch["labels"].size
-        logits = model.get_output_embeddings().weight.shape[0] * positions_at_once(positions)
         saved += copied * positions
         if recipe.gradient_checkpointing:  # the inputs of all layers; then one layer at a time
             one_layer = saved // max(1, len(blocks))
             recompute(model)
             flops, saved = _pass(model, batch, in_bf16)
             saved += one_layer
+        # the logits of some positions at once, and their distributions and gradients in float32
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        logits = vocabulary * positions_at_once(positions)
         trained = 4 * learning / shards
         memory = {
             "weights": fixed + trained,
             "gradients": trained,
-            "moments": 2 * trained if recipe.optimizer == "adamw" else 0,  # Adafactor's are small
+            "moments": OPTIMIZERS[recipe.optimizer].numbers * trained,
             "activations": saved,
             "logits": logits * (size + 8),
         }
-        if (
-            shards > 1
-        ):  # two layers, what is outside the layers, and the gradients of one layer and of that
-            memory["gathered layers"] = size * max(blocks) + (2 * size + 4) * (
-                max(blocks) + outside
-            )
+        if shards > 1:
+            # two layers and what is outside, and the gradients of one layer and of that
+            largest = max(blocks)
+            outside = count - sum(blocks)
+            memory["gathered layers"] = size * largest + (2 * size + 4) * (largest + outside)
         taught = 0
         if teacher:
             model = _outline(teacher, in_bf16=True)
@@ -230,32 +240,24 @@ def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:
         write_json(folder / "config.json", checkpoint.config)
         model = model_of_config(folder, torch.bfloat16 if in_bf16 else torch.float32)
         if any(".experts." in name for name, _ in model.named_parameters()):
-            model = model_of_config(
-                folder, torch.bfloat16
-            )  # the only type in which torch knows their products' shapes
+            # the only type in which torch knows the shapes of their products
+            model = model_of_config(folder, torch.bfloat16)
     # an output layer that is stored is one of its own, whatever config.json says of the embeddings
     output = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is output and any(
-            stored.endswith(f"{name}.weight") for stored in checkpoint.entries
-        ):
-            untie(model, f"{name}.weight")
+    weight = next(f"{name}.weight" for name, each in model.named_modules() if each is output)
+    if any(stored.endswith(weight) for stored in checkpoint.entries):
+        untie(model, weight)
     turn_dropout_off(model)
     fix_towers(model)
     return model.train()
 
 
 def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
-    """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the bytes that the forward
-    pass saves.
+    """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the
+    bytes that the forward pass saves.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    inputs = {
-        name: torch.zeros(rows.shape, dtype=torch.long)
-        for name, rows in batch.items()
-        if name != "labels"
-    }
+    inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items()}
+    del inputs["labels"]
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, Any] = {}
 
@@ -265,24 +267,36 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
             saved[storage._cdata] = storage
         return tensor
 
+    def load(tensor: Tensor) -> Tensor:
+        return tensor
+
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
-        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        saving = torch.autograd.graph.saved_tensors_hooks(save, load)
         with saving, torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             logits = model(**inputs, use_cache=False).logits
         if logits.requires_grad:
             logits.sum().backward()
-    return counter.get_total_flops(), sum(storage.nbytes() for storage in saved.values())
+    return counter.get_total_flops(), sum(each.nbytes() for each in saved.values())
+
+
+def _attention(q: Sequence[int], k: Sequence[int], *_: Any, **__: Any) -> int:
+    """The operations of attention forwards: all pairs of positions, for the scores and the sums."""
+    return 4 * prod(q) * k[-2]
+
+
+def _attention_backward(_: Any, q: Sequence[int], k: Sequence[int], *__: Any, **___: Any) -> int:
+    return 2 * _attention(q, k)
+
+
+def _experts(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * prod(left) * right[-1]
 
 
 _UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: (
-        4 * prod(q) * k[-2]
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
-        8 * prod(q) * k[-2]
-    ),
-    torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * prod(left) * right[-1],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _experts,
 }
-"""Operations that torch's counter leaves out, from the shapes of their arguments: attention on CPUs, all pairs of
-positions, and the products of experts.
+"""Operations that torch's counter leaves out, from the shapes of their arguments: attention on CPUs
+and the products of experts.
 """

@@ -1,5 +1,5 @@
-"""Exports the trained model as an ordinary checkpoint: weights in the dtype of the initial checkpoint, other files
-copied, provenance extended.
+"""Exports the trained model as an ordinary checkpoint: weights in the dtype of the initial
+checkpoint, other files copied, provenance extended.
 """
 
 import shutil
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gqa_convert.checkpoint.dtypes import STORED
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint
+from gqa_convert.families.loading import load_model
 from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
 from gqa_convert.publishing.publication import staged_folder
@@ -20,22 +22,21 @@ from gqa_convert.training.checkpoints import StateDict
 
 
 def export_model(
-    model: Any, state: StateDict, source: Checkpoint, out: Path, record: JsonObject
+    model: Any, state: StateDict | None, source: Checkpoint, out: Path, record: JsonObject
 ) -> None:
     """Write `out` atomically, replacing an earlier one.
 
     Args:
         model: the transformers model, not wrapped.
-        state: its whole tensors; the mapping is emptied.
+        state: its whole tensors, which the mapping loses; None for those that the model holds.
         source: the checkpoint that training began with.
         out: the folder.
         record: the entries that training adds to the provenance.
     """
+    tensors = _in_source_dtypes(model, state or model.state_dict(), source)
     with staged_folder(out) as staged:
         folder = staged.path
-        model.save_pretrained(
-            folder, state_dict=_in_source_dtypes(model, state, source), max_shard_size="5GB"
-        )
+        model.save_pretrained(folder, state_dict=tensors, max_shard_size="5GB")
         for path in folder.iterdir():
             if not path.name.startswith("model"):
                 path.unlink()
@@ -60,18 +61,41 @@ def export_model(
 
 
 def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> StateDict:
-    """The tensors in the source's dtypes, those of other names in that of its largest one; tensors that are shared in the
-    model are there once.
+    """The tensors in the source's dtypes, those of other names in that of its largest one; tensors
+    that are shared in the model are there once.
     """
     entries = {name: entry for name, entry in source.entries.items() if entry.dtype in ITEM_BYTES}
     largest = max(entries.values(), key=lambda entry: entry.nbytes)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    repeated = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in model.named_parameters():
-        del named[name]
+        del repeated[name]
     made: StateDict = {}
     for name in list(state):
         tensor = state.pop(name)
-        if name not in named:
-            dtype = getattr(torch, STORED[entries.get(name, largest).dtype].name)
-            made[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if name in repeated:
+            continue
+        if tensor.is_floating_point():
+            stored = entries.get(name, largest).dtype
+            tensor = tensor.to(getattr(torch, STORED[stored].name))
+        made[name] = tensor
     return made
+
+
+def merged_model(trained: nn.Module, folder: Path) -> Any:
+    """The checkpoint's model on the CPU, with the adapters' products added to its weights.
+
+    They are added to the weights of the checkpoint itself, not to those that were rounded to
+    bfloat16 or 4 bits for training.
+
+    Args:
+        trained: the model with adapters.
+        folder: the checkpoint that training began with.
+    """
+    model, _ = load_model(folder, "auto")
+    for name, module in trained.named_modules():
+        if hasattr(module, "lora_A"):
+            weight = model.get_submodule(name).weight
+            with torch.no_grad():
+                delta = module.get_delta_weight("default").to("cpu", torch.float32)
+                weight.copy_(weight.float() + delta)
+    return model

@@ -1,23 +1,28 @@
-"""The numbers of a run: a line of `metrics.jsonl` for an optimizer step, of which trackers receive the same, and
-`summary.json`.
+"""The numbers of a run: a line of `metrics.jsonl` for an optimizer step, of which trackers receive
+the same, and `summary.json`.
 """
 
 import json
 import math
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gqa_convert.errors import MissingExtraError
+from gqa_convert.processes import rank
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.training.recipe import Recipe
 
 
 @dataclass(slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, over all processes. Its JSON object omits what is None, false or not finite.
+    """One optimizer step, over all processes. Its JSON object omits what is None, false or not
+    finite.
 
     Attributes:
         step: the number of the optimizer step, from 1 on.
@@ -28,7 +33,8 @@ class StepMetrics:
         gradient_norm: the norm of the gradients before clipping.
         tokens_per_second: the rate of the step over all processes.
         skipped: whether the loss or a gradient was not finite, so that nothing was updated.
-        peak_memory_gb: the most memory that the main process has used, on its GPU or else in RAM; 10^9 bytes.
+        peak_memory_gb: the most memory that the main process has used, on its GPU or else in RAM;
+            10^9 bytes.
         evaluation_loss: the loss on the held-out text in nats per token, if it was measured.
     """
 
@@ -54,7 +60,35 @@ class StepMetrics:
 
 
 OnStep = Callable[[StepMetrics, int], None]
-"""Called on the main process after every step that is logged, with the number of steps in the whole run."""
+"""Called on the main process after every step that is logged, with the number of steps in the whole
+run.
+"""
+
+
+def log_step(
+    path: Path, accelerator: Any, on_step: OnStep, steps: int, metrics: StepMetrics
+) -> None:
+    """Log a step on the main process: in the metrics file, for the caller, and in trackers.
+
+    Args:
+        path: of the metrics file.
+        accelerator: has the trackers.
+        on_step: the caller's function.
+        steps: of the whole run.
+        metrics: of the step, which gain the memory that was used.
+    """
+    if rank():
+        return
+    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if accelerator.device.type == "cuda":
+        used = torch.cuda.max_memory_allocated()
+    metrics.peak_memory_gb = round(used / 1e9, 3)
+    numbers = metrics.as_json()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(numbers) + "\n")
+    on_step(metrics, steps)
+    del numbers["step"]
+    accelerator.log(numbers, metrics.step)
 
 
 def check_trackers(accelerator: Any, recipe: Recipe) -> None:
@@ -67,7 +101,8 @@ def check_trackers(accelerator: Any, recipe: Recipe) -> None:
     for tracker in recipe.trackers:
         if tracker not in known:
             raise MissingExtraError(
-                f"trackers names {tracker}, which is not installed: pip install {tracker}, or remove it from trackers"
+                f"trackers names {tracker}, which is not installed: pip install {tracker}, "
+                "or remove it from trackers"
             )
 
 
@@ -92,8 +127,10 @@ class RunSummary(Result):
         changes: changes of the recipe when the run was resumed.
         recipe: the resolved recipe, with the commits of Hub datasets.
         final_loss: the last training loss, in nats per token.
-        evaluation: losses on the held-out text in nats per token, if they were measured; see `recovery`.
-        adapters: the adapters that were trained and merged, in words; None if the weights were trained.
+        evaluation: losses on the held-out text in nats per token, if they were measured; see
+            `recovery`.
+        adapters: the adapters that were trained and merged, in words; None if the weights were
+            trained.
     """
 
     kind: str
@@ -114,35 +151,35 @@ class RunSummary(Result):
 
     def provenance(self) -> JsonObject:
         """The entry for the trained model's provenance."""
-        names = [
-            "kind",
-            "created",
-            "command",
-            "machine",
-            "processes",
-            "tokens",
-            "evaluation",
-            "changes",
-            "recipe",
-        ]
-        if self.adapters:
-            names.append("adapters")
         values = self.as_json()
-        return {name: values[name] for name in names}
+        stated = ["kind", "created", "command", "machine", "processes", "tokens"]
+        stated += ["evaluation", "changes", "recipe"]
+        if self.adapters:
+            stated.append("adapters")
+        return {name: values[name] for name in stated}
 
 
-def recovery(evaluations: dict[str, float]) -> dict[str, float | None]:
+def recovery(evaluations: dict[str, float]) -> dict[str, float | None] | None:
     """The losses on the held-out text and the share of the gap that was closed.
 
     Args:
-        evaluations: at the `start`, the `last` one, and of the `source` if it was measured.
+        evaluations: at the `start`, the `last` one, and of the `source` if it was measured; empty
+            without held-out text.
 
     Returns:
-        The losses of the converted checkpoint, `start`, of its `source` (None if it was not measured) and of the trained
-        model, `final`; and the `recovered_share` of the gap between the first two, None without a gap.
+        The losses of the converted checkpoint, `start`, of its `source` (None if it was not
+        measured) and of the trained model, `final`; and the `recovered_share` of the gap between
+        the first two, None without a gap. None if there are no losses.
     """
+    if not evaluations:
+        return None
     start = evaluations["start"]
-    source = evaluations.get("source")
+    source = evaluations.get("source", start)
     final = evaluations["last"]
-    share = None if source is None or start <= source else (start - final) / (start - source)
-    return {"start": start, "source": source, "final": final, "recovered_share": share}
+    share = (start - final) / (start - source) if start > source else None
+    return {
+        "start": start,
+        "source": evaluations.get("source"),
+        "final": final,
+        "recovered_share": share,
+    }

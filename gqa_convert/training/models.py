@@ -1,31 +1,34 @@
-"""Loads the models of a run and places them on devices; they may be replicated or sharded."""
+"""The models of a run: the student with what of it is trained, its weights or adapters, and the
+teacher.
+"""
 
-from collections.abc import Mapping
+import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
-from gqa_convert.data.sampler import Batch
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
+from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, read_config
-from gqa_convert.losses.output_layer import remove_output_layer
-from gqa_convert.processes import started, together
-from gqa_convert.sharding import load, replicate, reshard, shard
-from gqa_convert.training.lora import add_adapters, loading_options
+from gqa_convert.processes import started
+from gqa_convert.sharding import load, replicate, shard
 from gqa_convert.training.opening import NEEDS_HEAD
-from gqa_convert.training.optimizers import fix_towers
-from gqa_convert.training.recipe import Recipe
+from gqa_convert.training.recipe import Lora, Recipe
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
-    """The model to train, in float32 on the CPU, without dropout; or with
-    adapters, the only trained parameters, on weights in the type that `lora.loading_options` states.
+    """The model to train, on the CPU, without dropout: in float32; or with adapters, which alone
+    are trained, on weights in bfloat16 or 4 bits. If it will be sharded, the first process alone
+    reads its weights.
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
         NoLanguageModelError: the model was saved without its language-model head.
+        MissingExtraError: bitsandbytes is not installed.
+        RecipeError: no module can have an adapter.
     """
     with explained(recipe.model):
         model, missing = load(folder, **loading_options(recipe), by_first=sharded)
@@ -39,32 +42,12 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
     return model.train()
 
 
-def recompute(model: Any) -> None:
-    """Recompute the activations of every layer in the backward pass."""
-    # in older transformers it has another name
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
-    enable({"use_reentrant": False})
+def load_teacher(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
+    """A teacher on the CPU, in evaluation mode and without gradients. If it will be sharded, the
+    first process alone reads its weights.
 
-
-def place(model: Any, device: Any, *, sharded: bool, bf16: bool) -> Any:
-    """Place a model on a device of this process: sharded or whole, and with the gradients of all processes if it is
-    trained.
-    """
-    if sharded:
-        return shard(model, device, bf16=bf16)
-    model.to(device)
-    if model.training and started() > 1:
-        return replicate(model)
-    return model
-
-
-def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any:
-    """A teacher or a source on the CPU, in evaluation mode and without gradients.
-
-    It has its checkpoint's dtype, but for a GPU bfloat16 instead of float32, whose products take several times as long.
+    It has its checkpoint's dtype, but for a GPU bfloat16 instead of float32, whose products take
+    several times as long.
 
     Raises:
         CorruptCheckpointError: transformers can't load it, or it lacks parameters.
@@ -75,63 +58,160 @@ def load_frozen(folder: Path, device_type: str, *, sharded: bool = False) -> Any
     dtype = torch.bfloat16 if stored == "float32" and device_type == "cuda" else "auto"
     with explained(str(folder)):
         model, missing = load(folder, dtype, by_first=sharded)
-    check_complete(
-        str(folder),
-        folder,
-        missing,
-        "distillation needs a teacher with a language-model head; name one",
-    )
+    advice = "distillation needs a teacher with a language-model head; name one"
+    check_complete(str(folder), folder, missing, advice)
     return model.requires_grad_(False)
 
 
-def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The teacher's logits [b, L, V], or its states [b, L, d] if its output layer was removed.
-
-    Autocasting, which may be active for the student, is disabled: the teacher computes in its own dtype.
-
-    Args:
-        teacher: the model from `load_frozen`.
-        inputs: those of the student's forward pass.
+def place(model: Any, device: Any, *, shards: int, bf16: bool) -> Any:
+    """Place a model on a device of this process: as one of some shards; or whole, and with the
+    gradients of all processes if it is trained.
     """
-    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
-        return teacher(**inputs, use_cache=False).logits
+    if shards > 1:
+        return shard(model, device, bf16=bf16, shards=shards)
+    model.to(device)
+    if model.training and started() > 1:
+        return replicate(model)
+    return model
 
 
-def remove_output(model: Any, sample: Batch) -> bool:
-    """Take the output layer out of a model, so that no batch's logits are held as a whole; returns whether that was
-    possible. Every process calls this.
-
-    Args:
-        model: the model.
-        sample: on which it is tried.
-    """
-    inputs, _ = on_device(sample, model)
-    with together():
-        removed = remove_output_layer(model, inputs)
-    reshard(model)
-    return removed
-
-
-def on_device(batch: Batch, model: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """A batch on a model's device: the inputs of its forward pass, and the labels."""
-    device = next(model.parameters()).device
-    inputs = {
-        name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
-        for name, array in batch.items()
-    }
-    return inputs, inputs.pop("labels")
+def recompute(model: Any) -> None:
+    """Recompute the activations of every layer in the backward pass."""
+    # in older transformers it has another name
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    enable = enable or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def turn_dropout_off(model: Any) -> None:
-    """Set every dropout of a transformers model to 0: in modules, in the numbers that attention passes to its function,
-    and in the config that modules may read. Uptraining continues pretraining, which T5 1.1 and most decoders did
-    without dropout. The probability of dropping whole layers (`layerdrop`) is not changed.
+    """Set every dropout of a transformers model to 0: in modules, in the numbers that attention
+    passes to its function, and in the config that modules may read. Uptraining continues
+    pretraining, which T5 1.1 and most decoders did without dropout. The probability of dropping
+    whole layers (`layerdrop`) is not changed.
     """
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     for holder in (*model.modules(), model.config):
         for name, value in list(vars(holder).items()):
             named = "dropout" in name or "pdrop" in name
             if named and isinstance(value, float) and "classifier" not in name:
                 setattr(holder, name, 0.0)
+
+
+def modules_of_text(model: Any) -> set[nn.Module]:
+    """The modules of a model that text passes; beside towers for images, the decoder and the output
+    layer.
+
+    Other parameters would get no gradient, which DDP takes for an error, and the optimizer would
+    let them decay.
+    """
+    config = model.config
+    if config.is_encoder_decoder or not is_composite({"model_type": config.model_type}):
+        return set(model.modules())
+    decoder = model.get_decoder()
+    found = {*decoder.modules(), model.get_output_embeddings()}
+    for layer in decoder.modules():
+        if hasattr(layer, "cross_attn"):  # Mllama's layers that look at a picture
+            found -= set(layer.modules())
+    return found
+
+
+def fix_towers(model: Any) -> None:
+    """Exclude from training what text does not pass."""
+    for module in set(model.modules()) - modules_of_text(model):
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(False)
+
+
+# Adapters
+
+
+def check_lora(lora: Lora | None, *, sharded: bool) -> None:
+    """Refuse adapters that can't be trained, before anything is loaded.
+
+    Args:
+        lora: the settings; None is not refused.
+        sharded: whether the model would be sharded.
+
+    Raises:
+        MissingExtraError: PEFT is not installed.
+        LaunchError: the model would be sharded.
+    """
+    if lora is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(
+            "lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'"
+        )
+    if sharded:
+        raise LaunchError(
+            "lora trains adapters beside whole weights, and the launch or the recipe asks for "
+            "FSDP: launch with recipes/accelerate/multi_gpu.yaml, or set sharding to replicate"
+        )
+
+
+def loading_options(recipe: Recipe) -> dict[str, Any]:
+    """How weights are loaded: in float32, or if they are fixed, in bfloat16 or in 4 bits.
+
+    Raises:
+        MissingExtraError: bitsandbytes is not installed.
+    """
+    lora = recipe.lora
+    dtype = torch.bfloat16 if lora and recipe.precision == "bf16" else torch.float32
+    if not lora or not lora.quantize:
+        return {"dtype": dtype}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtraError(
+            f"lora.quantize is {lora.quantize}, which needs bitsandbytes: "
+            "pip install 'gqa-convert[qlora]', or remove quantize"
+        )
+    from transformers import BitsAndBytesConfig
+
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=lora.quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"dtype": dtype, "quantization_config": in_4_bits}
+
+
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Fix the model's parameters, and add float32 adapters that change nothing yet.
+
+    Raises:
+        RecipeError: no module can have an adapter.
+    """
+    # where bitsandbytes is installed, PEFT imports it, and it reports kernels that it does without
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.rank, target_modules=target_modules(model))
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def target_modules(model: Any) -> list[str]:
+    """The names of the modules that get an adapter: every linear layer that text passes, but the
+    output layer.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    inside = modules_of_text(model) - {model.get_output_embeddings()}
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module in inside
+    ]
+    if not linear:
+        raise RecipeError(
+            f"model type {model.config.model_type!r} has no linear layer for adapters: remove lora"
+        )
+    return linear

@@ -1,8 +1,9 @@
-"""Opens the models and texts that a recipe names, before anything large is loaded, and chooses what the recipe leaves
-open by the config and the tokenizer of the student.
+"""Opens the models and texts that a recipe names, before anything large is loaded, and chooses what
+the recipe leaves open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sampler import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
-from gqa_convert.data.token_files import OnTokenize
-from gqa_convert.errors import DataError, RecipeError
+from gqa_convert.data.token_files import OnTokenize, default_cache
+from gqa_convert.errors import DataError, InterruptedRunError, RecipeError, StoppedError
 from gqa_convert.families.context_length import (
     SPAN_LENGTH,
     VOCABULARY_KEYS,
@@ -32,9 +33,13 @@ from gqa_convert.families.loading import (
     load_tokenizer,
 )
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
-from gqa_convert.training.recipe import Recipe
+from gqa_convert.runtime.json_objects import Result
+from gqa_convert.training.recipe import Recipe, read_recipe
 
-NEEDS_HEAD = "uptraining trains the predictions of one; name the language model that the checkpoint was made from"
+NEEDS_HEAD = (
+    "uptraining trains the predictions of one; name the language model that the checkpoint was "
+    "made from"
+)
 """Advice for a checkpoint that was saved without its language-model head."""
 
 
@@ -47,7 +52,8 @@ class Opened(NamedTuple):
         dataset_commits: the commits of the recipe's Hub datasets.
         samples: the training samples, as many as the whole budget takes.
         held_out: the held-out text; None without evaluation_data.
-        inputs: what a run must find as it was when it resumes, as messages call it, each with a fingerprint.
+        inputs: what a run must find as it was when it resumes, as messages call it, each with a
+            fingerprint.
     """
 
     recipe: Recipe
@@ -61,8 +67,8 @@ class Opened(NamedTuple):
 def open_recipe(
     recipe: Recipe, known: DatasetCommits, progress: OnTokenize, say: Say = lambda _: None
 ) -> Opened:
-    """Read the configs and tokenizers of a recipe's models, and open its texts. The main process finds commits that are
-    not known, so that all machines read the same text.
+    """Read the configs and tokenizers of a recipe's models, and open its texts. The main process
+    finds commits that are not known, so that all machines read the same text.
 
     Args:
         recipe: of the run.
@@ -84,18 +90,20 @@ def open_recipe(
                 check_language_model(name, opened.config, NEEDS_HEAD)
                 inputs[f"the checkpoint of {role}"] = fingerprint(opened)
                 models.append(opened)
-        student = models[0]
+        student, *teachers = models
         settings = sample_settings(recipe, student)
-        for teacher in models[1:]:
+        for teacher in teachers:
             if is_encoder_decoder(student.config) != is_encoder_decoder(teacher.config):
                 raise RecipeError(
-                    f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an encoder-decoder and the other is not: name the source of model as teacher"
+                    f"one of model and teacher ({recipe.model}, {recipe.teacher}) is an "
+                    "encoder-decoder and the other is not: name the source of model as teacher"
                 )
             with explained(f"the tokenizer of {recipe.teacher}"):
                 check_vocabularies(student.local_folder, teacher.local_folder)
         if earlier_record(student) is None:
             say(
-                f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is trained unchanged"
+                f"{recipe.model} has no {PROVENANCE}: it was not converted by gqa-convert and is "
+                "trained unchanged"
             )
     for note in student.notes:
         say(f"{recipe.model}: {note}")
@@ -103,7 +111,8 @@ def open_recipe(
     pinned = recipe.pinned(commits)
     held_out = None
     most = recipe.budget_tokens + recipe.tokens_per_step  # the last step may go beyond the budget
-    # the first process alone makes the tokens; then the others find them, or make those of another machine's cache
+    # the first process alone makes the tokens; then the others find them, or make those of another
+    # machine's cache
     for is_first in (True, False):
         with together():
             if (rank() == 0) is is_first:
@@ -130,24 +139,26 @@ def check_tokens(
     Raises:
         DataError: there is such a token.
     """
-    largest = max(tokens.largest for tokens in samples.sources)
+    found = [tokens.largest for tokens in samples.sources]
     batches = [samples.batch([0])]  # has the tokens that an objective adds
     if held_out is not None:
         batches.append(held_out.batch(range(len(held_out))))
     for batch in batches:
-        largest = max(largest, *(ids.max() for ids in batch.values()))
+        found += [ids.max() for ids in batch.values()]
+    largest = max(found)
     for model in models:
         size = stated_count(model.config, VOCABULARY_KEYS)
         if size and largest >= size:
             raise DataError(
-                f"the text has token {largest}, and {model.source_id} has embeddings of {size} tokens: give it the "
-                "tokenizer that it was trained with, or add embeddings"
+                f"the text has token {largest}, and {model.source_id} has embeddings of {size} "
+                "tokens: give it the tokenizer that it was trained with, or add embeddings"
             )
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
-    """The settings of a run's samples, from the config and the tokenizer of its model alone. Without a stated length, a
-    sample is as long as the model's context, at most 512 tokens for an encoder-decoder.
+    """The settings of a run's samples, from the config and the tokenizer of its model alone.
+    Without a stated length, a sample is as long as the model's context, at most 512 tokens for an
+    encoder-decoder.
 
     Raises:
         RecipeError: objective or sequence length don't suit the model.
@@ -171,34 +182,39 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
 
 
 def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
-    """The objective that a recipe names, or the first that suits the model and the data if it names none.
+    """The objective that a recipe names, or the first that suits the model and the data if it names
+    none.
 
     Raises:
-        RecipeError: the objective does not suit the model; the message names the alternatives. Or the model hears.
+        RecipeError: the objective does not suit the model; the message names the alternatives. Or
+            the model hears.
     """
     if hears(config):
         raise RecipeError(
-            f"{recipe.model} is a model that hears, which is trained by `convert --calibration SOUNDS` alone: name a model that reads text"
+            f"{recipe.model} is a model that hears, which is trained by `convert --calibration "
+            "SOUNDS` alone: name a model that reads text"
         )
     kind = "an encoder-decoder" if is_encoder_decoder(config) else "a decoder-only model"
-    choices = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
     held = recipe.data[0].kind
-    is_open = recipe.objective == "auto"
-    for name, each in choices.items():
-        if name == recipe.objective or (is_open and held in each.reads):
+    stated = f"objective is {recipe.objective}"
+    if recipe.objective == "auto":
+        stated = f"data holds {KINDS[held]}"
+    words = []
+    for name, objective in OBJECTIVES.items():
+        if objective.models != kind:
+            continue
+        suits = recipe.objective == "auto" and held in objective.reads
+        if suits or name == recipe.objective:
             return name
-    stated = f"data holds {KINDS[held]}" if is_open else f"objective is {recipe.objective}"
-    words = [
-        f"{name}, on {' or '.join(KINDS[read] for read in each.reads)}"
-        for name, each in choices.items()
-    ]
+        words.append(f"{name}, on {' or '.join(KINDS[read] for read in objective.reads)}")
     raise RecipeError(
         f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}"
     )
 
 
 def check_vocabularies(student: Path, teacher: Path) -> None:
-    """Check that student and teacher mean the same tokens; their vocabulary sizes may differ by padding.
+    """Check that student and teacher mean the same tokens; their vocabulary sizes may differ by
+    padding.
 
     Only tokenizers are read, so that a mismatch is found before any model is loaded.
 
@@ -212,6 +228,77 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
     if different := tokens - others:
         token, number = min(different, key=itemgetter(1))
         raise RecipeError(
-            f"token {number} is {token!r} for the student {student} and another one for the teacher {teacher} ({len(different)} ids differ): "
-            "distillation needs a teacher with the student's vocabulary"
+            f"token {number} is {token!r} for the student {student} and another one for the "
+            f"teacher {teacher} ({len(different)} ids differ): distillation needs a teacher with "
+            "the student's vocabulary"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedSource:
+    """A source of a recipe.
+
+    Attributes:
+        source: as the recipe names it.
+        revision: the commit of a Hub dataset; None for files.
+        tokens: the tokens that are ready.
+        complete: whether they are all of the source; a stream is tokenised as far as the run needs
+            it.
+    """
+
+    source: str
+    revision: str | None
+    tokens: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedRecipe(Result):
+    """What `uptrain --tokenize-only` has made.
+
+    Attributes:
+        cache: the folder in which a run finds the tokens.
+        sources: the training text.
+        steps, samples: of the run, for its whole budget.
+    """
+
+    cache: str
+    sources: tuple[TokenizedSource, ...]
+    steps: int
+    samples: int
+
+
+def tokenize_recipe(
+    path: str | Path, overrides: Sequence[str] = (), *, on_tokenize: OnTokenize = lambda *_: None
+) -> TokenizedRecipe:
+    """Tokenise the text of a recipe into the cache in which its run looks for it. A call that was
+    stopped is continued by the next one. Hub datasets are streams, which are tokenised as far as
+    the budget of the run needs them.
+
+    Args:
+        path: the path of the recipe.
+        overrides: `key=value` pairs that replace values of the recipe.
+        on_tokenize: called with a source, what is tokenised and the total: bytes of files, tokens
+            of streams.
+
+    Raises:
+        RecipeError: the recipe is wrong, or its objective does not suit the model.
+        DataError: the text can't be used.
+        StoppedError: a signal asked to stop; what is ready is kept.
+    """
+    recipe = read_recipe(path, overrides)
+    try:
+        opened = open_recipe(recipe, {}, on_tokenize)
+    except InterruptedRunError as stopped:
+        reason = str(stopped).split(":")[0]
+        raise StoppedError(
+            f"{reason}: what is ready is kept, run the same command again to resume"
+        ) from None
+    samples = opened.samples
+    sources = tuple(
+        TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete)
+        for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True)
+    )
+    steps = recipe.steps(samples.tokens_per_sample)
+    count = steps * recipe.samples_per_step(samples.tokens_per_sample)
+    return TokenizedRecipe(cache=str(default_cache()), sources=sources, steps=steps, samples=count)

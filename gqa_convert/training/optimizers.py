@@ -1,149 +1,76 @@
-"""What is trained, the optimizer, and its learning rates, which are closed forms of the step, so that a resumed run needs
-no state.
+"""The optimizers by name, and the learning rates, which are closed forms of the step, so that a
+resumed run needs no state.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+if TYPE_CHECKING:  # recipes are read without torch
+    from torch import nn
+    from torch.optim import Optimizer
 
-from gqa_convert.families.composite import is_composite
-from gqa_convert.training.recipe import Recipe
+    from gqa_convert.training.recipe import Recipe
 
 
-def modules_of_text(model: Any) -> set[nn.Module]:
-    """The modules of a model that text passes; beside towers for images, the decoder and the output layer.
+class OptimizerFacts(NamedTuple):
+    """An optimizer.
 
-    Other parameters would get no gradient, which DDP takes for an error, and the optimizer would let them decay.
+    Attributes:
+        name: its class, as `module:name`.
+        options: of the class, beside parameters, rate and weight decay.
+        numbers: how many numbers it keeps for each trained parameter, for the estimate of memory.
     """
-    config = model.config
-    if config.is_encoder_decoder or not is_composite({"model_type": config.model_type}):
-        return set(model.modules())
-    decoder = model.get_decoder()
-    found = {*decoder.modules(), model.get_output_embeddings()}
-    for layer in decoder.modules():
-        if hasattr(layer, "cross_attn"):  # Mllama's layers that look at a picture
-            found -= set(layer.modules())
-    return found
+
+    name: str
+    options: Mapping[str, Any]
+    numbers: int
 
 
-def fix_towers(model: Any) -> None:
-    """Exclude from training what text does not pass."""
-    for module in set(model.modules()) - modules_of_text(model):
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(False)
+OPTIMIZERS = {
+    "adamw": OptimizerFacts(
+        "torch.optim:AdamW", {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True}, numbers=2
+    ),
+    # it keeps two vectors for a matrix
+    "adafactor": OptimizerFacts("gqa_convert.training.adafactor:Adafactor", {}, numbers=0),
+}
 
 
-def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer of the parameters with gradients: matrices with weight decay, vectors without."""
+def build_optimizer(model: "nn.Module", recipe: "Recipe") -> "Optimizer":
+    """The recipe's optimizer of the parameters with gradients: matrices with weight decay, vectors
+    without.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [each for each in trained if each.ndim >= 2]
+    vectors = [each for each in trained if each.ndim < 2]
     groups = [
-        {
-            "params": [each for each in trained if each.ndim >= 2],
-            "weight_decay": recipe.weight_decay,
-        },
-        {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if recipe.optimizer == "adafactor":
-        return Adafactor(groups, lr=recipe.learning_rate)
-    return torch.optim.AdamW(
-        groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True
+    facts = OPTIMIZERS[recipe.optimizer]
+    filled = [group for group in groups if group["params"]]
+    optimizer: Optimizer = resolve_name(facts.name)(
+        filled, lr=recipe.learning_rate, **facts.options
     )
+    return optimizer
 
 
-def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """The learning rate of a step, counted from 1, in a run of `steps` steps.
+def share_of_peak(recipe: "Recipe", step: int, steps: int, warmup: int) -> float:
+    """The share of the peak learning rate at a step, counted from 1, in a run of `steps` steps.
 
-    After a linear warm-up, `constant` stays at the peak; `cosine` is half a cosine down to the recipe's
-    `final_learning_rate` (Loshchilov & Hutter 2017, without restarts); `wsd` is constant and falls linearly over the
-    last `decay_share` of the steps (after Hu et al. 2024, whose decay is exponential).
+    After a linear warm-up, `constant` stays at the peak; `cosine` is half a cosine down to the
+    recipe's `final_learning_rate` (Loshchilov & Hutter 2017, without restarts); `wsd` is constant
+    and falls linearly over the last `decay_share` of the steps (after Hu et al. 2024, whose decay
+    is exponential).
     """
-    warmup = recipe.warmup(steps)
-    final = recipe.final_learning_rate
-    share = 1.0
     if step <= warmup:
-        share = step / warmup
-    elif recipe.schedule == "cosine":
-        done = (step - warmup) / (steps - warmup)
-        share = final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
-    elif recipe.schedule == "wsd":
+        return step / warmup
+    if recipe.schedule == "constant":
+        return 1.0
+    if recipe.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * ((step - warmup) / (steps - warmup))))
+    else:
         decay = min(max(1, round(recipe.decay_share * steps)), steps - warmup)
-        share = final + (1 - final) * min(1.0, (steps - step) / decay)
-    return recipe.learning_rate * share
-
-
-class Adafactor(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
-    """Adafactor (Shazeer & Stern 2018) in T5's configuration: the learning rate is scaled by each parameter's rms, and
-    there is no first moment.
-
-    For a parameter w with gradient g at step t, where rms(x) is the root mean square of x's elements:
-
-        decay = 1 - t^-0.8
-        v     = decay * v + (1 - decay) * (g^2 + 1e-30)
-        u     = g / sqrt(v)
-        w     = w - lr * max(1e-3, rms(w)) * (u / max(1, rms(u)) + weight_decay * w)
-
-    Of a matrix's v, only the row means r and the column means c are kept, and v = r c / mean(r).
-
-    transformers' Adafactor with `scale_parameter=True, relative_step=False` computes the same, but fails on parameters
-    that FSDP2 has sharded; so does torch's (2.13).
-
-    Args:
-        params: parameters or groups of them.
-        lr: the learning rate before scaling. T5 used 1e-3 in fine-tuning and at the millionth step of pretraining.
-        weight_decay: decoupled weight decay, multiplied by the same scaled rate; T5 used none.
-    """
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient. `closure`, which torch passes by name, is not used."""
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"])
-
-    def _update(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
-        square = parameter.grad.square() + 1e-30
-        means = {"squares": square}
-        if parameter.ndim >= 2:
-            means = {"rows": _mean(square, -1), "columns": _mean(square, -2)}
-        state = self.state[parameter]
-        step = state.setdefault("step", torch.zeros(())).add_(1)
-        new_share = float(step) ** -0.8
-        for name, mean in means.items():
-            state.setdefault(name, torch.zeros_like(mean)).mul_(1 - new_share).add_(
-                mean, alpha=new_share
-            )
-        if parameter.ndim >= 2:
-            rows = state["rows"] / _mean(state["rows"], -2)
-            update = parameter.grad * rows.rsqrt() * state["columns"].rsqrt()
-        else:
-            update = parameter.grad * state["squares"].rsqrt()
-        scale = rate * _rms(parameter).clamp(min=1e-3)
-        update = update * (scale / _rms(update).clamp(min=1.0)) + parameter * (scale * weight_decay)
-        parameter.sub_(update)
-
-
-def _mean(numbers: Tensor, dimension: int) -> Tensor:
-    """The mean along a dimension, which is kept; on every process if it takes numbers of all of them."""
-    return _summed(numbers.sum(dimension, keepdim=True)) / numbers.shape[dimension]
-
-
-def _rms(numbers: Tensor) -> Tensor:
-    return (_summed(numbers.square().sum()) / numbers.numel()).sqrt()
-
-
-def _summed(sums: Tensor) -> Tensor:
-    """The whole of sums that the processes have parts of. These small collectives, four for a matrix, stay far below a
-    step's time.
-    """
-    if isinstance(sums, DTensor) and any(each.is_partial() for each in sums.placements):
-        return sums.redistribute(placements=[Replicate()])
-    return sums
+        left = min(1.0, (steps - step) / decay)
+    return recipe.final_learning_rate + (1 - recipe.final_learning_rate) * left

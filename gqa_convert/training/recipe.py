@@ -1,9 +1,11 @@
-"""The recipe of an uptraining run: a validated, frozen `Recipe`, read from a flat YAML file with `key=value` overrides.
+"""The recipe of an uptraining run: a validated, frozen `Recipe`, read from a flat YAML file with
+`key=value` overrides.
 
-Everything that can be refused without loading a model or a text is refused here, in one line for each mistake.
+Everything that can be refused without loading a model or a text is refused here, in one line for
+each mistake.
 
-Plain YAML scalars stay text until the key's type converts them, so that 1e9, 10B and 2e-4 are read as numbers and `no`
-as text (YAML 1.1 reads 1e9 as text and `no` as false).
+Plain YAML scalars stay text until the key's type converts them, so that 1e9, 10B and 2e-4 are read
+as numbers and `no` as text (YAML 1.1 reads 1e9 as text and `no` as false).
 """
 
 import os
@@ -37,8 +39,8 @@ from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 from gqa_convert.runtime.json_objects import plain
 from gqa_convert.runtime.paths import local_path
+from gqa_convert.training.optimizers import OPTIMIZERS
 
-Sharding = Literal["auto", "replicate", "full"]
 Tracker = Literal[
     "aim", "clearml", "comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 ]
@@ -63,8 +65,8 @@ _declared = declared_in(Path(__file__).with_suffix(".toml"))
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 @_declared
 class Lora:
-    """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on every linear layer but the output layer of a model
-    whose own weights stay fixed.
+    """The recipe's key `lora`: low-rank adapters (Hu et al. 2021) on every linear layer but the
+    output layer of a model whose own weights stay fixed.
     """
 
     rank: Whole
@@ -78,8 +80,8 @@ class Lora:
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 @_declared
 class Recipe:
-    """The settings of an uptraining run; `recipe.toml` says what the keys mean. `read_recipe` and `make_recipe` create and
-    validate recipes.
+    """The settings of an uptraining run; `recipe.toml` says what the keys mean. `read_recipe` and
+    `make_recipe` create and validate recipes.
     """
 
     model: PathText
@@ -97,12 +99,12 @@ class Recipe:
     schedule: Literal["constant", "cosine", "wsd"]
     final_learning_rate: Real
     decay_share: Real
-    optimizer: Literal["adamw", "adafactor"]
+    optimizer: Literal[*OPTIMIZERS]  # type: ignore[valid-type]
     weight_decay: Real
     gradient_clipping: Real | None
     precision: Literal["bf16", "no"]
     gradient_checkpointing: Flag
-    sharding: Sharding
+    sharding: Literal["auto", "replicate", "full", "hybrid"]
     lora: Lora | None
     seed: Whole
     save_every: Whole
@@ -119,11 +121,7 @@ class Recipe:
     @property
     def budget_tokens(self) -> int:
         """The training budget in tokens of text, whichever keys state it."""
-        if self.tokens:
-            return self.tokens
-        assert self.alpha
-        assert self.pretraining_tokens
-        return round(Fraction(repr(self.alpha)) * self.pretraining_tokens)
+        return self.tokens or round(Fraction(repr(self.alpha)) * (self.pretraining_tokens or 0))
 
     def pinned(self, commits: Mapping[str, str]) -> "Recipe":
         """The recipe with the commits of Hub datasets as their revisions.
@@ -131,18 +129,19 @@ class Recipe:
         Args:
             commits: by dataset and revision, as `find_commits` returns them.
         """
-        evaluation = pinned(self.evaluation_data, commits) if self.evaluation_data else None
+        evaluation = self.evaluation_data and pinned(self.evaluation_data, commits)
         return replace(self, data=pinned(self.data, commits), evaluation_data=evaluation)
 
     def samples_per_step(self, tokens_per_sample: int | Fraction) -> int:
-        """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at least one."""
+        """Samples of a step over all processes: the whole number nearest to `tokens_per_step`, at
+        least one.
+        """
         return max(1, (2 * self.tokens_per_step + tokens_per_sample) // (2 * tokens_per_sample))
 
     def steps(self, tokens_per_sample: int | Fraction) -> int:
         """The smallest number of whole steps that covers the budget."""
-        return -(
-            -self.budget_tokens // (self.samples_per_step(tokens_per_sample) * tokens_per_sample)
-        )
+        tokens_per_step = self.samples_per_step(tokens_per_sample) * tokens_per_sample
+        return -(-self.budget_tokens // tokens_per_step)
 
     def warmup(self, steps: int) -> int:
         """Warm-up steps of a run with so many steps.
@@ -154,7 +153,8 @@ class Recipe:
             return min(1000, steps // 50)
         if self.warmup_steps > steps:
             raise RecipeError(
-                f"warmup_steps is {self.warmup_steps} and the budget lasts {steps} steps: lower warmup_steps or raise the budget"
+                f"warmup_steps is {self.warmup_steps} and the budget lasts {steps} steps: "
+                "lower warmup_steps or raise the budget"
             )
         return self.warmup_steps
 
@@ -196,10 +196,11 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
     Raises:
-        RecipeError: a key is unknown, missing, malformed, or contradicts another; a line for each mistake.
+        RecipeError: a key is unknown, missing, malformed, or contradicts another; a line for each
+            mistake.
     """
     try:
-        recipe: Recipe = read_keys(Recipe, values, NESTED)
+        recipe = read_keys(Recipe, values, NESTED)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
@@ -211,22 +212,22 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
 
 def _mistakes(recipe: Recipe) -> Iterator[str]:
     """Keys that contradict one another."""
-    stated = [
-        name
-        for name in ("tokens", "alpha", "pretraining_tokens")
-        if getattr(recipe, name) is not None
-    ]
+    budget = ("tokens", "alpha", "pretraining_tokens")
+    stated = [name for name in budget if getattr(recipe, name) is not None]
     if stated not in (["tokens"], ["alpha", "pretraining_tokens"]):
-        yield f"the budget is stated by {' and '.join(stated) or 'no key'}: give tokens alone (such as 2B), or alpha with pretraining_tokens"
+        yield (
+            f"the budget is stated by {' and '.join(stated) or 'no key'}: give tokens alone "
+            "(such as 2B), or alpha with pretraining_tokens"
+        )
     elif recipe.budget_tokens < recipe.tokens_per_step:
         yield (
-            f"the budget is {recipe.budget_tokens} tokens and tokens_per_step is {recipe.tokens_per_step}: "
-            "raise the budget or lower tokens_per_step"
+            f"the budget is {recipe.budget_tokens} tokens and tokens_per_step is "
+            f"{recipe.tokens_per_step}: raise the budget or lower tokens_per_step"
         )
     if recipe.tokens_per_step < (recipe.sequence_length or 0):
         yield (
-            f"tokens_per_step is {recipe.tokens_per_step} and sequence_length is {recipe.sequence_length}: "
-            "a step must hold at least one sequence"
+            f"tokens_per_step is {recipe.tokens_per_step} and sequence_length is "
+            f"{recipe.sequence_length}: a step must hold at least one sequence"
         )
     output = Path(os.path.realpath(recipe.output))
     if output.is_file():
@@ -234,43 +235,60 @@ def _mistakes(recipe: Recipe) -> Iterator[str]:
     for name, named in (("model", recipe.model), ("teacher", recipe.teacher)):
         folder = Path(os.path.realpath(named or recipe.model))
         if output.is_relative_to(folder) or folder.is_relative_to(output):
-            yield f"output {recipe.output} and {name} {named} are the same folder or nested: name a separate folder for output"
+            yield (
+                f"output {recipe.output} and {name} {named} are the same folder or nested: "
+                "name a separate folder for output"
+            )
     if recipe.teacher and Path(recipe.teacher) == Path(recipe.model):
         yield (
-            f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the model was converted from"
+            f"teacher and model are both {recipe.model}: the teacher is the checkpoint that the "
+            "model was converted from"
         )
     if recipe.evaluate_every and not recipe.evaluation_data:
-        yield f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: name text to evaluate on"
+        yield (
+            f"evaluate_every is {recipe.evaluate_every} and there is no evaluation_data: "
+            "name text to evaluate on"
+        )
     if not recipe.teacher and recipe.distillation_weight is not None:
-        yield "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight"
+        yield (
+            "distillation_weight is given without a teacher: name the source checkpoint as "
+            "teacher, or remove distillation_weight"
+        )
 
 
 def _source_mistakes(recipe: Recipe) -> Iterator[str]:
     """Sources whose keys contradict one another, the other sources or the objective."""
-    first = recipe.data[0].kind
-    reads = next(each.reads for each in OBJECTIVES.values() if first in each.reads)
-    reason = f"data holds {KINDS[first]}"
-    if recipe.objective != "auto":
+    if recipe.objective == "auto":
+        first = recipe.data[0].kind
+        reads = next(each.reads for each in OBJECTIVES.values() if first in each.reads)
+        reason = f"data holds {KINDS[first]}"
+    else:
         reads = OBJECTIVES[recipe.objective].reads
         reason = f"objective is {recipe.objective}"
-    for key, sources in (("data", recipe.data), ("evaluation_data", recipe.evaluation_data or ())):
-        for number, source in enumerate(sources):
+    for key in ("data", "evaluation_data"):
+        for number, source in enumerate(getattr(recipe, key) or ()):
             name = f"{key}[{number}]"
             stated = source.stated()
             if ("source_field" in stated) != ("target_field" in stated):
-                yield f"{name} names only one of source_field and target_field: give both, or neither"
-            if source.kind == "pairs":
-                if "text_field" in stated:
-                    yield f"{name} has text_field, which belongs to running text: remove text_field"
-                if source.format == "chat":
-                    yield f"{name} has format chat, and pairs are no conversations: remove format"
+                yield (
+                    f"{name} names only one of source_field and target_field: give both, or neither"
+                )
+            if source.kind == "pairs" and "text_field" in stated:
+                yield f"{name} has text_field, which belongs to running text: remove text_field"
+            if source.kind == "pairs" and source.format == "chat":
+                yield f"{name} has format chat, and pairs are no conversations: remove format"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
-                yield f"{reason}, and {name} holds {KINDS[source.kind]}: name {wanted}, or change objective"
+                yield (
+                    f"{reason}, and {name} holds {KINDS[source.kind]}: "
+                    f"name {wanted}, or change objective"
+                )
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader for which scalars are text, true, false or null, and a key that is given twice is a mistake."""
+    """A YAML loader for which scalars are text, true, false or null, and a key that is given twice
+    is a mistake.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -278,23 +296,19 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str) or key in seen:
-                problem = (
-                    f"{key!r} is given twice"
-                    if isinstance(key, str)
-                    else f"a key must be a word, not {key!r}"
-                )
+            problem = None
+            if not isinstance(key, str):
+                problem = f"a key must be a word, not {key!r}"
+            elif key in seen:
+                problem = f"{key!r} is given twice"
+            if problem:
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"]
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:null", re.compile("(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?i:true|false)$"), None)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(?:~|(?i:null)|)$"), None)
 
 
 def _load(text: str, where: str) -> Any:
@@ -312,8 +326,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
     Args:
         path: the path of the file.
-        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces the file's budget,
-            whichever keys state it.
+        overrides: `key=value` pairs that replace values of the file. A budget stated here replaces
+            the file's budget, whichever keys state it.
 
     Raises:
         RecipeError: the file or an override can't be read, or the recipe is inconsistent.
@@ -328,9 +342,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     try:
         return make_recipe(values | changes)
     except RecipeError as mistake:
-        raise RecipeError(
-            "\n".join(f"{path}: {line}" for line in str(mistake).splitlines())
-        ) from None
+        lines = [f"{path}: {line}" for line in str(mistake).splitlines()]
+        raise RecipeError("\n".join(lines)) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -343,7 +356,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     loaded = _load(text + "\n", str(path))
     if not loaded or not isinstance(loaded, dict):
         raise RecipeError(
-            f"{path} holds no keys: a recipe is a list of lines `key: value`, with at least model, output, data and tokens"
+            f"{path} holds no keys: a recipe is a list of lines `key: value`, with at least "
+            "model, output, data and tokens"
         )
     return loaded
 

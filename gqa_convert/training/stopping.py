@@ -12,8 +12,9 @@ from gqa_convert.errors import GQAConvertError, InterruptedRunError, StoppedErro
 class StopRequests:
     """A context in which these signals raise an error immediately or at the end of a step.
 
-    Before the first step and after the last one, a signal raises StoppedError immediately, because nothing would be
-    lost. Within `at_boundaries`, a signal is only recorded, and a second Ctrl-C raises InterruptedRunError.
+    Before the first step and after the last one, a signal raises StoppedError immediately, because
+    nothing would be lost. Within `at_boundaries`, a signal is only recorded, and a second Ctrl-C
+    raises InterruptedRunError.
 
     Attributes:
         names: the signals received.
@@ -42,7 +43,8 @@ class StopRequests:
             and isinstance(error, Exception)
             and not isinstance(error, GQAConvertError)
         ):
-            raise self._stopped from None  # the interrupted code, such as an import, has replaced the exception
+            # the interrupted code, such as an import, has replaced the exception
+            raise self._stopped from None
 
     @contextmanager
     def at_boundaries(self) -> Iterator[None]:
@@ -59,10 +61,12 @@ class StopRequests:
         self.names.append(name)
         if again:
             raise InterruptedRunError(
-                "stopped at once by a second Ctrl-C: run the same command again to resume from the last checkpoint"
+                "stopped at once by a second Ctrl-C: run the same command again to resume from the "
+                "last checkpoint"
             )
         if not self._patient:
             self._stopped = StoppedError(
-                f"stopped by {name} between two stages, with nothing to save: run the same command again to resume"
+                f"stopped by {name} between two stages, with nothing to save: run the same command "
+                "again to resume"
             )
             raise self._stopped

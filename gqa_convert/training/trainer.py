@@ -1,11 +1,12 @@
-"""The steps of training. A step is a pure function of the state before it, and samples and random numbers depend only on
-the number of the step. A resumed run therefore computes exactly what an uninterrupted one does.
+"""The steps of training. A step is a pure function of the state before it, and samples and random
+numbers depend only on the number of the step. A resumed run therefore computes exactly what an
+uninterrupted one does.
 
-accelerate's `accumulate` is not used: with FSDP2 it keeps whole gradients on every process (see `sharding`), and it
-averages over batches, not over labels.
+accelerate's `accumulate` is not used: with FSDP2 it keeps whole gradients on every process (see
+`sharding`), and it averages over batches, not over labels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 from time import perf_counter
@@ -13,19 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from gqa_convert.data.order import mix
 from gqa_convert.data.sampler import IGNORED, Batch
 from gqa_convert.data.samples import EvaluationBlocks, Samples
 from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelled_positions
-from gqa_convert.losses.output_layer import removed_output_layer
-from gqa_convert.processes import rank, started, summed
-from gqa_convert.sharding import reshard, unwrapped
+from gqa_convert.losses.output_layer import remove_output_layer, removed_output_layer
+from gqa_convert.processes import rank, started, summed, together
+from gqa_convert.sharding import is_sharded, reshard, unwrapped, whole
 from gqa_convert.training.checkpoints import Progress
 from gqa_convert.training.metrics import StepMetrics
-from gqa_convert.training.models import on_device, teacher_logits
-from gqa_convert.training.optimizers import learning_rate
+from gqa_convert.training.optimizers import share_of_peak
 from gqa_convert.training.recipe import Recipe
 
 
@@ -38,32 +38,33 @@ class Trainer:
         model: the model or its wrapper for several processes, in training mode.
         optimizer: the optimizer of its trained parameters.
         samples: the training data.
-        steps: the number of steps in the whole run.
-        teacher: the model to distil from; None for none.
         progress: the progress of the run, which is kept up to date.
+        teacher: the model to distil from; None for none.
+        held_out: the text to evaluate on; None for none.
+        steps: the number of steps in the whole run.
+        tokens_per_step: how many tokens of text a step takes.
     """
 
     recipe: Recipe
     model: Any
     optimizer: torch.optim.Optimizer
     samples: Samples
-    steps: int
-    teacher: Any
     progress: Progress
+    teacher: Any = None
+    held_out: EvaluationBlocks | None = None
 
     def __post_init__(self) -> None:
         tokens_per_sample = self.samples.tokens_per_sample
+        self.steps = self.recipe.steps(tokens_per_sample)
         self.samples_per_step = self.recipe.samples_per_step(tokens_per_sample)
         self.tokens_per_step = self.samples_per_step * tokens_per_sample
         self._weight = self.recipe.distillation_weight or 0.0
-        self._trained = [
-            parameter for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
-        self._autocast = self.recipe.precision == "bf16" and not isinstance(self.model, FSDPModule)
+        self._trained = [each for group in self.optimizer.param_groups for each in group["params"]]
+        self._autocast = self.recipe.precision == "bf16" and not is_sharded(self.model)
 
     def run(self, stop: Callable[[], bool]) -> Iterator[StepMetrics]:
-        """Take the remaining steps one by one. The generator ends early, between two steps, if `stop` returns true on any
-        process.
+        """Take the remaining steps one by one. The generator ends early, between two steps, if
+        `stop` returns true on any process.
         """
         for step in range(self.progress.step + 1, self.steps + 1):
             began = perf_counter()
@@ -78,8 +79,8 @@ class Trainer:
             yield metrics
 
     def _share(self, samples: Samples | EvaluationBlocks, numbers: range) -> list[Batch]:
-        """This process's share of samples, the same number of batches on every process; surplus samples have ignored
-        labels.
+        """This process's share of samples, the same number of batches on every process; surplus
+        samples have ignored labels.
         """
         size = self.recipe.micro_batch_size
         own = numbers[rank() :: started()]
@@ -91,34 +92,38 @@ class Trainer:
         return batches
 
     def _step(self, step: int, batches: list[Batch], count: float) -> StepMetrics:
-        """One optimizer step on a process's batches, which hold `count` labels on all processes together."""
+        """One optimizer step on a process's batches, which hold `count` labels on all processes
+        together.
+        """
+        recipe = self.recipe
         progress = self.progress
-        torch.manual_seed(mix(self.recipe.seed, step, rank()))  # dropout of adapters
-        rate = min(
-            learning_rate(self.recipe, step, self.steps),
-            progress.highest_share * self.recipe.learning_rate,
-        )
+        torch.manual_seed(mix(recipe.seed, step, rank()))  # dropout of adapters
+        share = share_of_peak(recipe, step, self.steps, progress.warmup_steps)
+        rate = recipe.learning_rate * min(share, progress.highest_share)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # read once at the end, so that the GPU is not synchronised in between
         parts = torch.zeros(3, dtype=torch.float64, device=self._trained[0].device)
         for number, batch in enumerate(batches):
-            # DDP averages the gradients of all copies in the last backward pass; shards, which ignore this, in each one,
-            # because otherwise every process would hold whole gradients
-            self.model.require_backward_grad_sync = number == len(batches) - 1
-            found = self.loss(self.model, batch, self._weight, self.recipe.z_loss)
-            # turns the mean over processes, which DDP and FSDP compute, into the sum over all tokens divided by their
-            # number
+            # gradients of copies are averaged in the last backward pass, those of shards in each
+            # one, because otherwise every process would hold whole gradients
+            is_last = number == len(batches) - 1
+            if is_sharded(self.model):
+                self.model.set_requires_all_reduce(is_last)
+            else:
+                self.model.require_backward_grad_sync = is_last
+            found = self.loss(self.model, batch, self._weight, recipe.z_loss)
+            # turns the mean over processes, which DDP and FSDP compute, into the sum over all
+            # tokens divided by their number
             (found.sum * (started() / count)).backward()
             parts += torch.stack([found.sum, found.lm, found.kl]).detach().double()
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.recipe.gradient_clipping or inf)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, recipe.gradient_clipping or inf)
+        norm = float(whole(norm))
         total, lm, kl = (value / count for value in summed(parts.tolist()))
         finite = isfinite(total) and isfinite(norm)
         if finite:
-            for parameter in (
-                self._trained
-            ):  # one that nothing used too, so that its moments exist from the start
+            for parameter in self._trained:
+                # one that nothing used too, so that its moments exist from the start
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
@@ -141,8 +146,8 @@ class Trainer:
     def loss(
         self, model: Any, batch: Batch, weight: float = 0.0, z_loss: float = 0.0
     ) -> CombinedLoss:
-        """The loss of a batch, summed over its tokens, by what the models return: logits, or states if their output
-        layers were removed.
+        """The loss of a batch, summed over its tokens, by what the models return: logits, or states
+        if their output layers were removed.
         """
         inputs, labels = on_device(batch, model)
         teacher = teacher_layer = labelled = None
@@ -167,8 +172,12 @@ class Trainer:
             reshard(self.teacher)
         return found
 
-    def evaluate(self, model: Any, blocks: EvaluationBlocks) -> float:
-        """The mean loss in nats per token over held-out text, which the processes share, in the precision of training."""
+    def evaluate(self, model: Any) -> float:
+        """The mean loss of a model in nats per token over the held-out text, which the processes
+        share, in the precision of training.
+        """
+        blocks = self.held_out
+        assert blocks
         was_training = model.training
         model.eval()
         total = count = 0.0
@@ -181,3 +190,42 @@ class Trainer:
         reshard(model)
         total, count = summed([total, count])
         return total / max(count, 1.0)
+
+
+def on_device(batch: Batch, model: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch on a model's device: the inputs of its forward pass, and the labels."""
+    device = next(model.parameters()).device
+    inputs = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        for name, array in batch.items()
+    }
+    return inputs, inputs.pop("labels")
+
+
+def remove_output(model: Any, sample: Batch) -> bool:
+    """Take the output layer out of a model, so that no batch's logits are held as a whole; returns
+    whether that was possible. Every process calls this.
+
+    Args:
+        model: the model.
+        sample: on which it is tried.
+    """
+    inputs, _ = on_device(sample, model)
+    with together():
+        removed = remove_output_layer(model, inputs)
+    reshard(model)
+    return removed
+
+
+def teacher_logits(teacher: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The teacher's logits [b, L, V], or its states [b, L, d] if its output layer was removed.
+
+    Autocasting, which may be active for the student, is disabled: the teacher computes in its own
+    dtype.
+
+    Args:
+        teacher: the model from `load_teacher`.
+        inputs: those of the student's forward pass.
+    """
+    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
+        return teacher(**inputs, use_cache=False).logits

@@ -1,8 +1,9 @@
-"""Uptraining, as callers see it: a recipe in, a summary or an error of one line out. `run` sets up and finishes a run,
-`trainer` holds the loop.
+"""Uptraining, as callers see it: a recipe in, a summary or an error of one line out. `run` sets up
+and finishes a run, `trainer` takes the steps.
 """
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:  # these import numpy and torch
     from gqa_convert.training.metrics import OnStep, RunSummary
 
 
+@dataclass
+class Caller:
+    """What a run tells its caller, and how it was called; see `uptrain_checkpoint`."""
+
+    on_message: Say
+    on_step: "OnStep"
+    on_tokenize: "OnTokenize"
+    command: list[str] | None
+
+
 def uptrain_checkpoint(
     path: str | Path,
     overrides: list[str],
@@ -38,8 +49,8 @@ def uptrain_checkpoint(
         path: the path of the recipe.
         overrides: `key=value` pairs that replace values of the recipe.
         on_message: called with messages about events between the steps.
-        on_step: called on the main process with the metrics of every step that is logged, and the number of steps in the
-            run.
+        on_step: called on the main process with the metrics of every step that is logged, and the
+            number of steps in the run.
         on_tokenize: called with a source of text, the bytes tokenised and their total.
         command: the command line, for the records.
 
@@ -60,13 +71,14 @@ def uptrain_checkpoint(
     """
     recipe = read_recipe(path, overrides)
     output = Path(recipe.output)
+    caller = Caller(on_message, on_step, on_tokenize, command)
     try:
         with StopRequests() as stops, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-            from gqa_convert.training.run import Run
+            from gqa_convert.training.run import uptrain
 
             with taking_part(), no_bars():
-                return Run(recipe, stops, on_message, on_step, on_tokenize, command).complete()
+                return uptrain(recipe, stops, caller)
     except GQAConvertError:
         raise
     except Exception as problem:  # safetensors reports a full disk without OSError

@@ -1,10 +1,10 @@
-"""Train the bundled demo checkpoint: a small Llama-style model with 12 K/V heads, on the Python standard library's
-sources.
+"""Train the bundled demo checkpoint: a small Llama-style model with 12 K/V heads, on the Python
+standard library's sources.
 
     python recipes/demo/train.py gqa_convert/demo_checkpoint
 
-It needs no network and no GPU. What it printed, how long it took and the loss it reached are in `training.json` beside
-the weights.
+It needs no network and no GPU. What it printed, how long it took and the loss it reached are in
+`training.json` beside the weights.
 """
 
 import argparse
@@ -28,7 +28,9 @@ HELD_OUT_TOKENS = 100_000
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The texts of the files, without those that are nearly empty or not UTF-8, as some data of tests."""
+    """The texts of the files, without those that are nearly empty or not UTF-8, as some data of
+    tests.
+    """
     return [
         piece.text for piece in Files("the standard library", paths, lenient=True).pieces(Fields())
     ]
@@ -62,7 +64,9 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.nda
 
 
 def mean_loss(model: LlamaForCausalLM, ids: np.ndarray) -> float:
-    """Nats per token, in blocks that overlap by one token, so that each but the first is scored once."""
+    """Nats per token, in blocks that overlap by one token, so that each but the first is scored
+    once.
+    """
     total = 0.0
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, CONTEXT - 1):
@@ -99,7 +103,9 @@ def learning_rate_factor(
 
 
 def make_portable(folder: Path) -> None:
-    """Add the config keys that software older than transformers 5 reads, and let everybody read the files."""
+    """Add the config keys that software older than transformers 5 reads, and let everybody read the
+    files.
+    """
     for name, keys in (
         ("config.json", {"rope_theta": 10000.0, "torch_dtype": "bfloat16"}),
         ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: real processes, their exit codes, what they print and where."""
+"""The command line as a user meets it: real processes, their exit codes, what they print and
+where.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ OTHER_NAMES = {
     "hash": "hash_weights",
     "help": "help",
 }
-"""Parameters whose names differ from their options': words of Python, and shadowed or less clear names."""
+"""Parameters whose names differ from their options': words of Python, and shadowed or less clear
+names.
+"""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -91,7 +95,10 @@ def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> N
     cache = json.loads(run(*words, "--json").stdout)["kv_cache"]
     sizes = {"before": 3 * 12 * head * (1000 + 64), "after": 3 * 4 * head * (1000 + 64)}
     assert cache == {"tokens": 1000, "batch": 3, **sizes}
-    row = f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB {cache['after'] / 1e3:.1f} kB 0.333"
+    row = (
+        f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB "
+        f"{cache['after'] / 1e3:.1f} kB 0.333"
+    )
     assert row in " ".join(run(*words).stdout.split())
     short = json.loads(run(*words[:-3], "40", "--json").stdout)["kv_cache"]
     assert (short["batch"], short["before"]) == (1, 12 * head * 80)
@@ -230,8 +237,8 @@ sys.argv = ["gqa-convert"]
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) -> None:
-    """A run that waits on a named pipe in the middle of its work is stopped for certain while it works; whatever libraries
-    do with exceptions, and while Python ends.
+    """A run that waits on a named pipe in the middle of its work is stopped for certain while it
+    works; whatever libraries do with exceptions, and while Python ends.
     """
     source = tmp_path / "source"
     source.mkdir()

@@ -1,4 +1,6 @@
-"""Options of convert: numbers of heads, calibration and the device; what a dry run shows, and mistakes."""
+"""Options of convert: numbers of heads, calibration and the device; what a dry run shows, and
+mistakes.
+"""
 
 import json
 import re
@@ -38,7 +40,9 @@ def test_a_file_of_numbers(tmp_path: Path) -> None:
 def test_the_cross_attention_cache_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the encoder's context, and layers of an encoder and of a decoder share a row that counts them."""
+    """At the encoder's context, and layers of an encoder and of a decoder share a row that counts
+    them.
+    """
     monkeypatch.setenv("COLUMNS", "120")
     for model_type, changes, context, label in (
         ("bart", {"max_position_embeddings": 64}, 64, "64"),

@@ -7,7 +7,10 @@ import gqa_convert
 from gqa_convert.cli.commands import COMMANDS
 from tests.helpers.command_line import loaded_after
 
-RUN = "sys.argv[0] = 'gqa-convert'\nfrom gqa_convert.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+RUN = (
+    "sys.argv[0] = 'gqa-convert'\nfrom gqa_convert.cli import main\ntry: main()\nexcept "
+    "SystemExit: pass\n"
+)
 OURS = {
     "gqa_convert",
     "gqa_convert._version",

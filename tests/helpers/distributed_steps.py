@@ -1,4 +1,6 @@
-"""Optimizer steps of small models on a number of processes, for comparison: what each process runs."""
+"""Optimizer steps of small models on a number of processes, for comparison: what each process
+runs.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,8 @@ def small_model(kind: str, seed: int = 0) -> Any:
 
 
 def run_cases(target: str) -> None:
-    """Every case on the processes there are; the main process writes numbers and tensors to `target` with the kind's
-    name behind it.
+    """Every case on the processes there are; the main process writes numbers and tensors to
+    `target` with the kind's name behind it.
     """
     from gqa_convert.processes import join, taking_part
 
@@ -70,13 +72,15 @@ def run_cases(target: str) -> None:
 
 
 def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """Losses of two steps with adapters, and the merged weights after a checkpoint was saved and restored."""
+    """Losses of two steps with adapters, and the merged weights after a checkpoint was saved and
+    restored.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     from gqa_convert import sharding
     from gqa_convert.training.checkpoints import Progress, state_of
-    from gqa_convert.training.lora import merged_model
+    from gqa_convert.training.export import merged_model
     from gqa_convert.training.models import load_student, place
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
@@ -86,14 +90,14 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     if accelerator.is_main_process:
         small_model("llama").save_pretrained(folder)
     accelerator.wait_for_everyone()
-    sharded = sharding.number_of_shards(recipe.sharding, accelerator.num_processes) > 1
+    shards = sharding.number_of_shards(recipe.sharding, accelerator.num_processes)
     torch.manual_seed(0)
     model = load_student(recipe, folder)
-    placed = place(model, accelerator.device, sharded=sharded, bf16=recipe.precision == "bf16")
+    placed = place(model, accelerator.device, shards=shards, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
-    options: dict[str, Any] = {"steps": 2, "teacher": None, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(seq2seq=False), **options)
+    samples: Any = RaggedSamples(seq2seq=False)
+    trainer = Trainer(recipe, placed, optimizer, samples, Progress())
     found: dict[str, Any] = {
         "loss": np.array([result.loss for result in trainer.run(lambda: False)])
     }
@@ -112,7 +116,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
         sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values())
     )
     if accelerator.is_main_process:
-        _, tensors = merged_model(model, folder)
+        tensors = merged_model(model, folder).state_dict()
         found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}
     return found | {"types": np.array(sorted(types))}
 
@@ -122,8 +126,7 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
 
     from gqa_convert import sharding
     from gqa_convert.training.checkpoints import Progress
-    from gqa_convert.training.lora import add_adapters
-    from gqa_convert.training.models import recompute
+    from gqa_convert.training.models import add_adapters, recompute
     from gqa_convert.training.optimizers import build_optimizer
     from gqa_convert.training.recipe import make_recipe
     from gqa_convert.training.trainer import Trainer
@@ -154,8 +157,8 @@ def take_steps(accelerator: Any, keys: dict[str, Any]) -> dict[str, Any]:
                 found[f"gradient {name}"] = _whole(parameter.grad)
 
     optimizer.register_step_pre_hook(note)
-    options: dict[str, Any] = {"steps": 2, "teacher": teacher, "progress": Progress()}
-    trainer = Trainer(recipe, placed, optimizer, RaggedSamples(kind == "t5"), **options)
+    samples: Any = RaggedSamples(kind == "t5")
+    trainer = Trainer(recipe, placed, optimizer, samples, Progress(), teacher)
     results = list(trainer.run(lambda: False))
     for name in ("loss", "gradient_norm"):
         found[name] = np.array([getattr(result, name) for result in results])

@@ -1,4 +1,5 @@
-"""Jobs of several processes, as a launcher would start them, without the seconds that each would take to import torch.
+"""Jobs of several processes, as a launcher would start them, without the seconds that each would
+take to import torch.
 
 Nothing here takes a job down when one of its processes dies, as
 torchrun would: processes must notice by themselves.

@@ -1,4 +1,6 @@
-"""A converted checkpoint, recipes of a few steps, and runs in other processes, for the tests of uptraining."""
+"""A converted checkpoint, recipes of a few steps, and runs in other processes, for the tests of
+uptraining.
+"""
 
 import argparse
 import hashlib
@@ -37,7 +39,8 @@ SMALL: dict[str, Any] = {
 
 
 MEASURED = ("peak_memory_gb",)
-"""The values of a line of metrics that differ between two equal runs, beside `tokens_per_second`."""
+"""The values of a line of metrics that differ between two equal runs, beside `tokens_per_second`.
+"""
 
 
 def make_student(folder: Path) -> Path:
@@ -49,7 +52,9 @@ def make_student(folder: Path) -> Path:
 
 
 def in_float32(folder: Path) -> None:
-    """Store a checkpoint in float32, so that merging adapters and asking a teacher round nothing."""
+    """Store a checkpoint in float32, so that merging adapters and asking a teacher rounds
+    nothing.
+    """
     tensors = load_file(folder / "model.safetensors")
     wide = {name: each.float() for name, each in tensors.items()}
     save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
@@ -112,7 +117,9 @@ def leftovers(output: Path) -> list[str]:
 
 
 def in_child(action: Callable[[], Any]) -> tuple[int, str]:
-    """Its exit status (negative for a signal) and the error's message, of an action in a fork of this process."""
+    """Its exit status (negative for a signal) and the error's message, of an action in a fork of
+    this process.
+    """
     torch.set_num_threads(1)  # threads of kernels do not survive a fork
     read, write = os.pipe()
     with warnings.catch_warnings():
@@ -144,7 +151,8 @@ def _act(action: Callable[[], Any], pipe: int) -> Never:
 
 
 class AtFileEvent:
-    """Does something at the n-th time that Python touches a path below a folder: opens, renames, removes, makes.
+    """Does something at the n-th time that Python touches a path below a folder: opens, renames,
+    removes, makes.
 
     Attributes:
         seen: how many there were.

@@ -11,8 +11,8 @@ from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.errors import RecipeError
 from gqa_convert.families.loading import load_model
 from gqa_convert.training.estimate import estimate
+from gqa_convert.training.opening import tokenize_recipe
 from gqa_convert.training.recipe import make_recipe
-from gqa_convert.training.tokenize_only import tokenize_recipe
 from tests.helpers.data_helpers import demo_tokenizer, open_samples
 from tests.helpers.toy_objective import BackwardsSampler
 from tests.helpers.uptrain_runs import losses, metrics, recipe, run, student_home, weights
@@ -30,7 +30,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_objective_of_decoders_trains_and_resumes(home: Path, tmp_path: Path) -> None:
-    """The first loss and the norm of its gradient are those of text that is read backwards, by independent arithmetic."""
+    """The first loss and the norm of its gradient are those of text that is read backwards, by
+    independent arithmetic.
+    """
     keys = {
         "objective": "backwards",
         "schedule": "constant",

@@ -1,4 +1,6 @@
-"""Processes of a run that see other files or settings than the first one: one line before any step, and nothing written."""
+"""Processes of a run that see other files or settings than the first one: one line before any step,
+and nothing written.
+"""
 
 import json
 import os
@@ -69,7 +71,7 @@ def refuse(*_: Any) -> Any:
             "recipe",
             "seed differs between the processes of this run: 0 on the first, 1 on process 1",
         ),
-        ("sharding", "whether to shard differs between the processes"),
+        ("sharding", "the number of shards differs between the processes"),
         ("text", "the training text or the tokenizer differs between the processes"),
     ],
 )

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from gqa_convert.training.estimate import estimate
-from gqa_convert.training.lora import target_modules
-from gqa_convert.training.models import load_student
+from gqa_convert.training.models import load_student, target_modules
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.ranks import Job, uptrain
 from tests.helpers.uptrain_runs import DEMO, losses, make_student, recipe, run

@@ -1,4 +1,6 @@
-"""One process, several with a copy of the model each, several with a part of it each: the same training."""
+"""One process, several with a copy of the model each, several with a part of it each: the same
+training.
+"""
 
 from typing import Any
 
@@ -33,8 +35,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_processes_share_the_work_and_change_nothing(
     found: dict[str, dict[str, Any]], kind: str, case: str
 ) -> None:
-    """Five samples with unequal numbers of labels on two processes: losses, gradients, their norm and the weights after
-    two steps.
+    """Five samples with unequal numbers of labels on two processes: losses, gradients, their norm
+    and the weights after two steps.
     """
     alone = {name: value for name, value in found["single"].items() if name.startswith(f"{case}/")}
     shared = {name: value for name, value in found[kind].items() if name.startswith(f"{case}/")}
@@ -59,8 +61,8 @@ def test_processes_share_the_work_and_change_nothing(
 def test_copied_adapters_are_merged_as_those_of_one_process(
     found: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """After two steps from a checkpoint that one process reads, saving and restoring: losses, moments and the merged
-    weights. Adapters are float32 beside fixed weights in bfloat16.
+    """After two steps from a checkpoint that one process reads, saving and restoring: losses,
+    moments and the merged weights. Adapters are float32 beside fixed weights in bfloat16.
     """
     prefix = f"adapted {name}/"
     alone, shared = (

@@ -160,7 +160,9 @@ def test_checkpoints_fit_other_numbers_of_processes(
 
 
 def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path) -> None:
-    """A locked output, and text that only the process that tokenises looks at: one line, exit code 2 everywhere."""
+    """A locked output, and text that only the process that tokenises looks at: one line, exit code
+    2 everywhere.
+    """
     (tmp_path / "locked").mkdir()
     with (tmp_path / "locked" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -174,7 +176,9 @@ def test_what_only_the_first_process_finds_ends_all(place: Path, tmp_path: Path)
 
 
 def uptrain_with_a_stale_view(hidden: str, *arguments: str) -> None:
-    """The command line. The second process does not see the newest checkpoint in its folder, or not at all."""
+    """The command line. The second process does not see the newest checkpoint in its folder, or not
+    at all.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             name = {"in the list": "glob", "at all": "open"}[hidden]
@@ -199,7 +203,9 @@ def uptrain_with_a_stale_view(hidden: str, *arguments: str) -> None:
 def test_all_resume_where_the_first_process_does(
     place: Path, tmp_path: Path, whole: tuple[str, dict[str, str], Path], hidden: str
 ) -> None:
-    """As on a shared file system that shows one machine an old list of a folder; or where output is not shared."""
+    """As on a shared file system that shows one machine an old list of a folder; or where output is
+    not shared.
+    """
     _, environment, reference = whole
     output = tmp_path / "out"
     shutil.copytree(reference, output)
@@ -272,7 +278,10 @@ def by_launcher(place: Path, output: Path, *launcher: str) -> "subprocess.Popen[
 
 def test_two_machines_are_as_two_processes_of_one(place: Path, tmp_path: Path) -> None:
     """Two torchruns that find each other over the loopback device."""
-    launcher = "torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint"
+    launcher = (
+        "torch.distributed.run --nnodes 2 --nproc_per_node 1 --rdzv_id 1 --rdzv_backend c10d "
+        "--rdzv_endpoint"
+    )
     words = [*launcher.split(), f"127.0.0.1:{free_port()}", "--node_rank"]
     nodes = [by_launcher(place, tmp_path / "out", *words, str(rank)) for rank in (0, 1)]
     for node in nodes:

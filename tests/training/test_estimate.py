@@ -83,13 +83,19 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
         max(layers) + outside,
     )  # weights, and gradients before and after a sum
     in_bf16 = estimate(path, ["precision=bf16"], 2, "h100").memory
+    hybrid = estimate(path, ["sharding=hybrid"], 16, "h100")
+    full = estimate(path, [], 8, "h100")
+    assert (hybrid.shards, full.shards) == (8, 8)
+    assert hybrid.memory == full.memory
     assert "gathered layers" not in alone
     assert shared["gathered layers"] == 4 * held + 8 * reduced
     assert in_bf16["gathered layers"] == 2 * held + 6 * reduced
 
 
 def test_an_output_layer_of_its_own_counts(home: Path, tmp_path: Path) -> None:
-    """Whatever config.json says: transformers unties a stored layer with other numbers, and T5's config ties by itself."""
+    """Whatever config.json says: transformers unties a stored layer with other numbers, and T5's
+    config ties by itself.
+    """
     for source in ("student", "own"):
         folder = tmp_path / source
         shutil.copytree(home / "student", folder)
@@ -103,7 +109,8 @@ def test_an_output_layer_of_its_own_counts(home: Path, tmp_path: Path) -> None:
 
 
 KNOWN = json.loads(Path(__file__).with_name("recipe_models.json").read_text(encoding="utf-8"))
-"""Of each shipped recipe that was not run: the configs of its models, and the GPUs that it names."""
+"""Of each shipped recipe that was not run: the configs of its models, and the GPUs that it names.
+"""
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Adapters: what they train, what a checkpoint holds, how a run resumes, and that merging changes nothing."""
+"""Adapters: what they train, what a checkpoint holds, how a run resumes, and that merging changes
+nothing.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.errors import GQAConvertError, LaunchError, MissingExtraError
 from gqa_convert.losses.output_layer import restore_output_layer
-from gqa_convert.training import lora as adapters
+from gqa_convert.training import models as adapters
 from gqa_convert.training import run as running
+from gqa_convert.training.export import merged_model
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, run, weights
 
@@ -41,11 +44,10 @@ class Trained:
 
     def __init__(self, home: Path, output: Path, **keys: Any) -> None:
         self.output = output
-        merge = adapters.merged_model
 
         def keeping(model: Any, folder: Path) -> Any:
             self.model = model
-            return merge(model, folder)
+            return merged_model(model, folder)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(running, "merged_model", keeping)
@@ -116,7 +118,9 @@ def test_a_resumed_run_is_the_unbroken_one(home: Path, trained: Trained, tmp_pat
 
 
 def test_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
-    """The adapters are merged into the weights as they were before they were rounded, and a run resumes."""
+    """The adapters are merged into the weights as they were before they were rounded, and a run
+    resumes.
+    """
     keys = {"lora": {"rank": 4, "quantize": "nf4"}, "tokens": 128, "teacher": None}
     whole = Trained(home, tmp_path / "whole", **keys)
     assert any(type(module).__name__ == "Linear4bit" for module in whole.model.modules())

@@ -1,4 +1,6 @@
-"""The models of a run: dropout is off, and the teacher is asked only and speaks of the student's tokens."""
+"""The models of a run: dropout is off, and the teacher is asked only and speaks of the student's
+tokens.
+"""
 
 import json
 from pathlib import Path
@@ -10,8 +12,9 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.models import load_frozen, teacher_logits, turn_dropout_off
+from gqa_convert.training.models import load_teacher, turn_dropout_off
 from gqa_convert.training.opening import check_vocabularies
+from gqa_convert.training.trainer import teacher_logits
 from tests.helpers.distributed_steps import small_model
 from tests.helpers.own_files import make_source_model
 
@@ -29,9 +32,11 @@ IDS = torch.arange(24).view(2, 12)
 def test_the_teacher_is_loaded_to_be_asked_only(
     stored: Any, device: str, dtype: Any, tmp_path: Path
 ) -> None:
-    """In its own type, but for a GPU in bfloat16 instead of float32, whatever the student is autocast to."""
+    """In its own type, but for a GPU in bfloat16 instead of float32, whatever the student is
+    autocast to.
+    """
     small_model("llama").to(stored).save_pretrained(tmp_path)
-    teacher = load_frozen(tmp_path, device)
+    teacher = load_teacher(tmp_path, device)
     assert not teacher.training
     assert not any(each.requires_grad for each in teacher.parameters())
     with torch.autocast("cpu", torch.float16):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from gqa_convert.training.optimizers import Adafactor, build_optimizer, learning_rate
+from gqa_convert.training.adafactor import Adafactor
+from gqa_convert.training.optimizers import build_optimizer, share_of_peak
 from gqa_convert.training.recipe import make_recipe
 from tests.helpers.ranks import Job
 from tests.helpers.tiny import make_config, make_model
@@ -71,7 +72,9 @@ def test_adafactor_is_that_of_transformers() -> None:
 
 
 def on_shards(folder: str) -> None:
-    """Takes steps on a model whole and sharded unevenly, and goes on from a checkpoint of the sharded one."""
+    """Takes steps on a model whole and sharded unevenly, and goes on from a checkpoint of the
+    sharded one.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -120,17 +123,10 @@ def test_adafactor_on_shards_is_that_on_whole_parameters_and_goes_on_bit_for_bit
 
 
 def shares(schedule: str, steps: int, warmup: int, **keys: Any) -> list[float]:
-    """The learning rates of all steps, where the peak is 1."""
-    stated = {
-        "model": "m",
-        "output": "o",
-        "data": "d",
-        "tokens": "10M",
-        "learning_rate": 1,
-        "schedule": schedule,
-    }
-    recipe = make_recipe(stated | {"warmup_steps": warmup} | keys)
-    return [learning_rate(recipe, step, steps) for step in range(1, steps + 1)]
+    """The learning rates of all steps, as shares of the peak."""
+    stated = {"model": "m", "output": "o", "data": "d", "tokens": "10M", "schedule": schedule}
+    recipe = make_recipe(stated | keys)
+    return [share_of_peak(recipe, step, steps, warmup) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "wsd"])
@@ -156,4 +152,4 @@ def test_cosine_is_half_a_period_and_wsd_falls_in_a_straight_line_at_the_end() -
     found = shares("wsd", 100, 10, final_learning_rate=0, decay_share=0.2)
     assert found[9:80] == [1.0] * 71
     assert found[80:] == pytest.approx([(100 - step) / 20 for step in range(81, 101)])
-    assert shares("constant", 1000, 0, learning_rate=1e-3)[-1] == 1e-3
+    assert shares("constant", 1000, 0)[-1] == 1

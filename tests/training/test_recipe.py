@@ -1,4 +1,6 @@
-"""Recipes: what they mean, what is refused and in which words, and that every shipped one can be read."""
+"""Recipes: what they mean, what is refused and in which words, and that every shipped one can be
+read.
+"""
 
 import json
 import subprocess
@@ -78,19 +80,35 @@ BADKEYS = {
     "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
     "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
     "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
+    "sharding: half": "sharding is half: it must be auto, replicate, full or hybrid",
     "gradient_checkpointing: yes": "gradient_checkpointing is yes: it must be true or false",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
     f"seed: {'9' * 5000}": "seed is 999",
     "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
-    "distillation_weight: 0.5": "distillation_weight is given without a teacher: name the source checkpoint as teacher, or remove distillation_weight",
-    "alpha: 0.05": "the budget is stated by tokens and alpha: give tokens alone (such as 2B), or alpha with pretraining_tokens",
+    "distillation_weight: 0.5": (
+        "distillation_weight is given without a teacher: name the source checkpoint as teacher, or "
+        "remove distillation_weight"
+    ),
+    "alpha: 0.05": (
+        "the budget is stated by tokens and alpha: give tokens alone (such as 2B), or alpha with "
+        "pretraining_tokens"
+    ),
     "pretraining_tokens: 1T": "the budget is stated by tokens and pretraining_tokens: give",
     "sequence_length: 1": "sequence_length is 1: it must be greater than or equal to 2",
-    "sequence_length: 128k": "tokens_per_step is 65536 and sequence_length is 128000: a step must hold at least one sequence",
-    "tokens_per_step: 20M": "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower tokens_per_step",
+    "sequence_length: 128k": (
+        "tokens_per_step is 65536 and sequence_length is 128000: a step must hold at least one "
+        "sequence"
+    ),
+    "tokens_per_step: 20M": (
+        "the budget is 10000000 tokens and tokens_per_step is 20000000: raise the budget or lower "
+        "tokens_per_step"
+    ),
     "evaluate_every: 5": "evaluate_every is 5 and there is no evaluation_data",
     "evaluation_data: []": "evaluation_data is []: it is an empty list",
-    "objective: pairs": "objective is pairs, and data[0] holds running text: name pairs of texts (source_field and target_field), or",
+    "objective: pairs": (
+        "objective is pairs, and data[0] holds running text: name pairs of texts (source_field and "
+        "target_field), or"
+    ),
     "teacher: ./m": "teacher and model are both m",
     "teacher: ''": "teacher is empty: it must be text",
 }
@@ -107,10 +125,19 @@ BAD_DATA = {
     "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
     "{path: b}": "data[0] has an unknown key 'path': the keys are source, weight",
     "[{source: b, weight: 0}]": "data[0].weight is 0.0: it must be greater than 0",
-    "{source: b, source_field: x}": "data[0] names only one of source_field and target_field: give both, or neither",
-    "[a, {source: b, target_field: x}]": "data[1] names only one of source_field and target_field: give both, or neither",
-    "{source: b, source_field: x, target_field: y, text_field: z}": "data[0] has text_field, which belongs to running text: remove text_field",
-    "[a, {source: b, source_field: x, target_field: y}]": "data holds running text, and data[1] holds pairs of texts (source_field and target_field): name running text or",
+    "{source: b, source_field: x}": (
+        "data[0] names only one of source_field and target_field: give both, or neither"
+    ),
+    "[a, {source: b, target_field: x}]": (
+        "data[1] names only one of source_field and target_field: give both, or neither"
+    ),
+    "{source: b, source_field: x, target_field: y, text_field: z}": (
+        "data[0] has text_field, which belongs to running text: remove text_field"
+    ),
+    "[a, {source: b, source_field: x, target_field: y}]": (
+        "data holds running text, and data[1] holds pairs of texts (source_field and "
+        "target_field): name running text or"
+    ),
 }
 
 
@@ -125,9 +152,13 @@ BAD_YAML = {
     "": "holds no keys",
     "- a\n- b\n": "holds no keys",
     f"{LINES}seed: 1\nseed: 2\n": "line 6 is not valid YAML: 'seed' is given twice",
-    f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": "line 5 is not valid YAML: 'data' is given twice",
+    f"{LINES[:-1]}\ndata: {{source: a, source: b}}\n": (
+        "line 5 is not valid YAML: 'data' is given twice"
+    ),
     "model: m\n  output: o\n": "line 2 is not valid YAML: mapping values are not allowed here",
-    "model: !!python/name:os.system m\n": "line 1 is not valid YAML: could not determine a constructor for the tag",
+    "model: !!python/name:os.system m\n": (
+        "line 1 is not valid YAML: could not determine a constructor for the tag"
+    ),
     "<<: {model: m}\n": "unknown key '<<'",
     "model: m\n---\nmodel: n\n": "line 2 is not valid YAML: but found another document",
     "null: m\n": "line 1 is not valid YAML: a key must be a word, not None",

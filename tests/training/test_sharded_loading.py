@@ -28,8 +28,8 @@ FSDP = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints of many kinds: tied or not, tied by their config beside another head, stock or with a modelling file
-    of ours, with buffers that no file holds.
+    """Checkpoints of many kinds: tied or not, tied by their config beside another head, stock or
+    with a modelling file of ours, with buffers that no file holds.
     """
     home = tmp_path_factory.mktemp("models")
     made = [make_checkpoint(kind, home / kind, kv_heads=3, dtype=torch.bfloat16) for kind in TYPES]
@@ -51,7 +51,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def with_own_head(source: Path, folder: Path, **config: Any) -> Path:
-    """A copy of a tied checkpoint that stores another head beside its embeddings, as T5 1.1 does."""
+    """A copy of a tied checkpoint that stores another head beside its embeddings, as T5 1.1
+    does.
+    """
     shutil.copytree(source, folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = torch.randn(97, 48)
@@ -65,8 +67,8 @@ def with_own_head(source: Path, folder: Path, **config: Any) -> Path:
 
 
 def load_all(record: str, *folders: str) -> None:
-    """On every process: each model in the type it is stored in and in float32, compared with what transformers
-    reads.
+    """On every process: each model in the type it is stored in and in float32, compared with what
+    transformers reads.
     """
     from gqa_convert import sharding
     from gqa_convert.processes import join, taking_part

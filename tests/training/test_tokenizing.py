@@ -1,4 +1,6 @@
-"""Text that is tokenised ahead of a run, which then finds it; and the commits of Hub datasets, which a run keeps."""
+"""Text that is tokenised ahead of a run, which then finds it; and the commits of Hub datasets,
+which a run keeps.
+"""
 
 import itertools
 import json
@@ -15,7 +17,7 @@ from gqa_convert.data.encoders import TextEncoder
 from gqa_convert.data.files import Piece
 from gqa_convert.data.hub import HubDataset
 from gqa_convert.errors import InterruptedRunError, StoppedError
-from gqa_convert.training.tokenize_only import tokenize_recipe
+from gqa_convert.training.opening import tokenize_recipe
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.command_line import run as run_command
 from tests.helpers.uptrain_runs import make_student, recipe, run
@@ -124,7 +126,9 @@ OLD, NEW = "a" * 40, "b" * 40
 
 
 class Hub:
-    """A Hub on which a dataset's `main` moves and that may be unreachable; `commit` is then None."""
+    """A Hub on which a dataset's `main` moves and that may be unreachable; `commit` is then
+    None.
+    """
 
     commit: str | None = OLD
 
@@ -152,8 +156,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
 def test_a_run_resumes_on_the_commit_that_it_began_with(
     home: Path, hub: Hub, tmp_path: Path, moved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the dataset has a new commit, and if the Hub can't be reached, even where the cache is empty. The card prints the
-    revisions of the recipe in the model's record.
+    """If the dataset has a new commit, and if the Hub can't be reached, even where the cache is
+    empty. The card prints the revisions of the recipe in the model's record.
     """
     output = tmp_path / "run"
     run(home, output, data="org/some", tokens=128)

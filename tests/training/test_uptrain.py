@@ -1,4 +1,6 @@
-"""Runs of a few steps with every objective and option, against transformers' own losses and against one another."""
+"""Runs of a few steps with every objective and option, against transformers' own losses and against
+one another.
+"""
 
 import hashlib
 import importlib.util
@@ -27,7 +29,7 @@ from gqa_convert.errors import (
 )
 from gqa_convert.families.loading import load_model
 from gqa_convert.losses import distillation
-from gqa_convert.training import models
+from gqa_convert.training import trainer
 from gqa_convert.training.trainer import Trainer
 from tests.helpers import seq2seq
 from tests.helpers.data_helpers import open_samples, span_tokenizer
@@ -113,7 +115,8 @@ def test_the_files_of_a_run(home: Path, tmp_path: Path) -> None:
 def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    # at the usual 1e-3 six steps are half a unit of bfloat16 for gains near 2, and rounding may hide them
+    # at the usual 1e-3 six steps are half a unit of bfloat16 for gains near 2, and rounding may
+    # hide them
     run(home, tmp_path / "run", learning_rate=1e-2)
     student, made = home / "student", tmp_path / "run" / "model"
     for path in student.iterdir():
@@ -180,7 +183,9 @@ def test_the_loss_is_that_of_transformers(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["data", "evaluation_data", "teacher"])
 def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, place: str) -> None:
-    """Those of the text: many tokenizers know tokens that no text has, and no embedding stands for."""
+    """Those of the text: many tokenizers know tokens that no text has, and no embedding stands
+    for.
+    """
     few = tmp_path / "few.txt"
     few.write_text("()" * 200)
     tokenizer = AutoTokenizer.from_pretrained(home / "student")
@@ -219,8 +224,8 @@ def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, pl
 
 
 def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
-    """A short last one (5 = 2 + 2 + 1 = 4 + 1) counts by its tokens; the last block of an epoch overlaps the first one,
-    and learns less.
+    """A short last one (5 = 2 + 2 + 1 = 4 + 1) counts by its tokens; the last block of an epoch
+    overlaps the first one, and learns less.
     """
     text = tmp_path / "short.txt"
     text.write_text((home / "text.txt").read_text()[:500])
@@ -353,7 +358,9 @@ def test_mistakes_are_found_before_anything_is_trained(
 def test_steps_are_those_of_whole_logits(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In training and in evaluation, of the student and of the teacher, no logits of a whole micro-batch are made."""
+    """In training and in evaluation, of the student and of the teacher, no logits of a whole
+    micro-batch are made.
+    """
     keys: dict[str, Any] = {
         "tokens": 2 * 64,
         "micro_batch_size": 2,
@@ -365,7 +372,7 @@ def test_steps_are_those_of_whole_logits(
     with LargestWith(2048, 192) as largest:
         run(home, tmp_path / "parts", **keys)
     assert largest.rows == 24  # of the bundled model's logits
-    monkeypatch.setattr(models, "remove_output_layer", lambda model, inputs: False)
+    monkeypatch.setattr(trainer, "remove_output_layer", lambda model, inputs: False)
     run(home, tmp_path / "whole", **keys)
     for found, expected in zip(
         metrics(tmp_path / "parts"), metrics(tmp_path / "whole"), strict=True

@@ -1,4 +1,6 @@
-"""Runs that are killed, stopped, changed or finished, on disks that are full, and the same command again."""
+"""Runs that are killed, stopped, changed or finished, on disks that are full, and the same command
+again.
+"""
 
 import itertools
 import json
@@ -23,8 +25,8 @@ from gqa_convert.errors import (
     StoppedError,
 )
 from gqa_convert.processes import taking_part
-from gqa_convert.training.metrics import StepMetrics
-from gqa_convert.training.run import Run
+from gqa_convert.training import run as running
+from gqa_convert.training.metrics import StepMetrics, log_step
 from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.uptrain import uptrain_checkpoint
 from tests.helpers.uptrain_runs import (
@@ -80,7 +82,8 @@ def events(home: Path, output: Path) -> int:
 
 
 POINTS = int(os.environ.get("GQA_KILL_POINTS", "7"))
-"""How many moments a run is killed at; a number above that of its file events means each of them."""
+"""How many moments a run is killed at; a number above that of its file events means each of them.
+"""
 
 
 @pytest.mark.slow
@@ -110,14 +113,12 @@ def test_a_signal_saves_at_the_end_of_the_step(
     output = tmp_path / "run"
 
     def signalled() -> None:
-        original = Run.log
-
-        def log(self: Any, result: Any) -> None:
-            original(self, result)
-            if result.step == 1:
+        def log(*arguments: Any) -> None:
+            log_step(*arguments)
+            if arguments[-1].step == 1:
                 os.kill(os.getpid(), number)
 
-        Run.log = log  # type: ignore[method-assign]  # in the child only
+        running.log_step = log  # in the child only
         run(home, output, save_every=100)
 
     code, message = in_child(signalled)
@@ -144,14 +145,14 @@ def test_signals_before_and_between_the_steps(
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("open", "finish"):
+    for name in ("open_inputs", "finish"):
         with monkeypatch.context() as patch:
-            patch.setattr(Run, name, during(Run, name))
+            patch.setattr(running, name, during(running, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):
                 run(home, output)
         assert not (output / "model").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", during(Run, "log", again=True))
+        patch.setattr(running, "log_step", during(running, "log_step", again=True))
         code, message = in_child(lambda: run(home, tmp_path / "twice"))
         assert (code, "second Ctrl-C" in message) == (130, True)
     run(home, output)
@@ -182,14 +183,13 @@ def test_a_larger_budget_trains_on(home: Path, tmp_path: Path) -> None:
 
 def stopped_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Let a signal stop the next runs after a step."""
-    original = Run.log
 
-    def write(self: Run, line: Any) -> None:
-        original(self, line)
-        if line.step == step:
+    def log(*arguments: Any) -> None:
+        log_step(*arguments)
+        if arguments[-1].step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "log", write)
+    monkeypatch.setattr(running, "log_step", log)
 
 
 def test_a_larger_budget_warms_up_no_longer(
@@ -209,7 +209,9 @@ def test_a_larger_budget_warms_up_no_longer(
 def test_a_larger_budget_does_not_raise_the_learning_rate(
     home: Path, tmp_path: Path, schedule: str
 ) -> None:
-    """It stays where it had fallen to until the longer schedule falls below; with 0 nothing would be learned."""
+    """It stays where it had fallen to until the longer schedule falls below; with 0 nothing would
+    be learned.
+    """
     output = tmp_path / "run"
     keys = {
         "schedule": schedule,
@@ -234,7 +236,9 @@ def test_a_larger_budget_does_not_raise_the_learning_rate(
 def test_an_unfinished_run_with_a_larger_budget_goes_on_falling(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rate that the shorter schedule had reached is its ceiling, also after another interruption."""
+    """The rate that the shorter schedule had reached is its ceiling, also after another
+    interruption.
+    """
     output = tmp_path / "run"
     keys = {"schedule": "cosine", "warmup_steps": 0, "learning_rate": 1e-3}
     for step in (3, 5):
@@ -351,7 +355,9 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     keys = {"tokens": 12 * 64, "keep_checkpoints": 1}
     with pytest.raises(
         DivergedError,
-        match=r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate",
+        match=(
+            r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
+        ),
     ):
         run(home, output, **keys)
     saved = sorted(path.name for path in (output / "checkpoints").iterdir())
@@ -396,7 +402,9 @@ def stopped_and_turned_into(error: Exception | None) -> None:
 
 
 def test_a_signal_is_an_error_at_once() -> None:
-    """Also if the code that it interrupts makes another error of it, unless that has a line of its own."""
+    """Also if the code that it interrupts makes another error of it, unless that has a line of its
+    own.
+    """
     with pytest.raises(StoppedError, match="SIGINT between two stages"):
         stopped_and_turned_into(None)
     with pytest.raises(StoppedError, match="SIGINT between two stages"):

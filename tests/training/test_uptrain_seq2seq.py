@@ -28,7 +28,9 @@ SEQ2SEQ = sorted(
     kind for kind, sizes in SIZES.items() if "encoder_layers" in sizes or "d_kv" in sizes
 )
 LANGUAGE_CODES = ("mbart", "plbart")
-"""Whose decoders begin with the last token of the target: their own tokenizers put the language there."""
+"""Whose decoders begin with the last token of the target: their own tokenizers put the language
+there.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,8 @@ def tokenizer_for(kind: str) -> Any:
     slow_but(("bart", "marian", "mbart", "t5"), [kind for kind in SEQ2SEQ if kind != "whisper"]),
 )
 def test_the_loss_on_pairs_is_that_of_transformers(home: Path, tmp_path: Path, kind: str) -> None:
-    """`model(input_ids, attention_mask, labels)`, which shifts the labels by itself; also for the converted model's own
-    file.
+    """`model(input_ids, attention_mask, labels)`, which shifts the labels by itself; also for the
+    converted model's own file.
     """
     folder = home / "bart-gqa" if kind == "bart" else converted(tmp_path, kind, tokenizer_for(kind))
     data = pairs(home)

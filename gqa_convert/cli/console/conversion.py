@@ -1,7 +1,6 @@
 """The progress of a conversion, and the summary at its end."""
 
 import shlex
-from collections.abc import Sequence
 
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import FitProgress
@@ -9,34 +8,33 @@ from gqa_convert.conversion.run import ConversionResult
 from gqa_convert.families.loading import read_kind
 from gqa_convert.runtime.messages import size
 
-from .plan import CACHES, heads_change, loaded_by
+from .plan import CACHES, heads_change, loaded_by, print_notes
 from .screen import ProgressScreen, print_note, show_done
 
 
 def show_conversion(result: ConversionResult) -> None:
-    """Print what was converted, the sizes before and after, the next command, and last how to measure the quality."""
-    plan, out = result.plan, str(result.out)
+    """Print what was converted, the sizes before and after, the next command, and last how to
+    measure the quality.
+    """
+    plan = result.plan
+    method = plan.merge_method
+    fit = result.calibration
     source = plan.checkpoint.source_id
+    out = str(result.out)
     rows = {
         CACHES[key]: f"{size(both.before)} -> {size(both.after)}"
         for key, both in plan.cache_bytes().items()
     }
     rows["weights"] = f"{size(plan.checkpoint.weight_bytes)} -> {size(plan.weight_bytes_after)}"
-    left_out: Sequence[str] = ()
-    kl = None
-    if result.calibration is not None:
-        left_out, kl = result.calibration.left_out, result.calibration.kl
-    if kl is not None:
+    if fit and fit.kl:
         rows["quality"] = (
-            f"KL divergence from the source: {kl.after:.3f} nats per token on {kl.text}"
+            f"KL divergence from the source: {fit.kl.after:.3f} nats per token on {fit.kl.text}"
         )
     rows["folder"] = out
     rows["loads in"] = loaded_by(plan)
     rows["next"] = shlex.join(["gqa-convert", "verify", out, "--source", source])
-    show_done(f"{heads_change(plan)} ({plan.merge_method.name}) in {len(plan.layers)} layers", rows)
-    for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in left_out)):
-        print_note(note)
-    method = plan.merge_method
+    show_done(f"{heads_change(plan)} ({method.name}) in {len(plan.layers)} layers", rows)
+    print_notes(plan, fit.left_out if fit else ())
     if method.is_exact:
         return
     evaluation = shlex.join(["gqa-convert", "evaluate", source, out, "--data"])
@@ -65,13 +63,14 @@ class ConversionScreen(ProgressScreen):
 
     def layer(self, progress: FitProgress) -> None:
         """Show where the work on layers is."""
-        self.show(progress.label, progress.done, progress.total, progress.detail)
         layer, kl = progress.layer, progress.kl
+        self.show(progress.label, progress.done, progress.total, progress.detail)
         if progress.note is not None:
             self.say(f"note: {progress.note}")
         if layer is not None and layer.error_vs_mean is not None:
             self.say(
-                f"layer {progress.done} of {progress.total}  {layer.module}: {layer.error_vs_mean:.1%} of mean pooling's error remains"
+                f"layer {progress.done} of {progress.total}  {layer.module}: "
+                f"{layer.error_vs_mean:.1%} of mean pooling's error remains"
             )
             if layer.error_vs_mean > 1:
                 self.say(
@@ -79,11 +78,9 @@ class ConversionScreen(ProgressScreen):
                     "model's, or keep more heads there"
                 )
         if kl is not None:
-            before = (
-                f"{kl.before:.4f}, by training all layers together "
-                if kl.after != kl.before
-                else ""
-            )
+            before = ""
+            if kl.after != kl.before:
+                before = f"{kl.before:.4f}, by training all layers together "
             self.say(
                 f"KL divergence from the source: {before}{kl.after:.4f} nats per token on {kl.text}"
             )

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from tempfile import gettempdir
 
 from gqa_convert.conversion.plan import Plan
@@ -40,39 +40,36 @@ def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject
     """
     config = plan.checkpoint.config
     tokens = context or intended_length(config) or _LONG_CONTEXT
-    own, cross = plan.kv_cache_bytes(tokens=tokens), plan.kv_cache_bytes("cross")
-    found = {
-        "kv_cache": {
-            "tokens": tokens,
-            "batch": batch,
-            "before": batch * own.before,
-            "after": batch * own.after,
-        }
-    }
-    if (
-        cross.before and not plan.family.reads_images_alone
-    ):  # the config does not count the tokens of an image
+    found = {"kv_cache": (tokens, plan.kv_cache_bytes(tokens=tokens), batch)}
+    cross = plan.kv_cache_bytes("cross")
+    # the config does not count the tokens of an image
+    if cross.before and not plan.family.reads_images_alone:
         tokens = intended_length(config, ENCODER_POSITIONS) or _LONG_CONTEXT
-        before, after = batch * tokens * cross.before, batch * tokens * cross.after
-        found["cross_kv_cache"] = {
+        found["cross_kv_cache"] = (tokens, cross, batch * tokens)
+    return {
+        name: {
             "tokens": tokens,
             "batch": batch,
-            "before": before,
-            "after": after,
+            "before": times * both.before,
+            "after": times * both.after,
         }
-    return found
+        for name, (tokens, both, times) in found.items()
+    }
 
 
 def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
-    """Print what changes, what the conversion saves, what loads the result, and what it takes to make it.
+    """Print what changes, what the conversion saves, what loads the result, and what it takes to
+    make it.
 
     Args:
         plan: of the conversion.
         needs: its memory and disk space.
         caches: what `caches_at_context` returned.
     """
+    model_type = plan.family.model_type
     say(
-        f"{plan.checkpoint.source_id}: {plan.family.model_type}, {plan.heads} query heads, {heads_change(plan)} in {len(plan.layers)} attention layers"
+        f"{plan.checkpoint.source_id}: {model_type}, {plan.heads} query heads, "
+        f"{heads_change(plan)} in {len(plan.layers)} attention layers"
     )
     if plan.changes:
         show_table("Changes", _changes(plan), justify="left")
@@ -81,26 +78,38 @@ def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
         where = "while it is read"
         if needs.rewritten_bytes:
             where = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
-        say(f"rewritten first:  {plan.rewritten_from} as {plan.family.model_type}, {where}")
+        say(f"rewritten first:  {plan.rewritten_from} as {model_type}, {where}")
     say(f"loads in:         {loaded_by(plan)}")
     say(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
     say(f"method:           {needs.work}")
     memory = f"about {size(needs.memory_bytes)} of memory on {needs.device}"
     if needs.offloaded_bytes:
-        memory += f" (at least {size(needs.least_memory_bytes)}, with {size(needs.offloaded_bytes)} in {gettempdir()})"
+        memory += (
+            f" (at least {size(needs.least_memory_bytes)}, with {size(needs.offloaded_bytes)} in "
+            f"{gettempdir()})"
+        )
     say(f"needs:            {memory}, {size(needs.disk_bytes)} of disk")
-    for note in (*plan.warnings, *(f"left out: {sentence}" for sentence in needs.left_out)):
-        print_note(note)
+    print_notes(plan, needs.left_out)
+
+
+def print_notes(plan: Plan, left_out: Sequence[str]) -> None:
+    """Print the warnings of a plan, and which parts of the method are left out."""
+    for warning in plan.warnings:
+        print_note(warning)
+    for sentence in left_out:
+        print_note(f"left out: {sentence}")
 
 
 def heads_change(plan: Plan) -> str:
     """Return the K/V heads of the layers before and after: "12 -> 2 to 8 K/V heads"."""
-    before, after = [layer.kv_heads for layer in plan.layers], list(plan.layer_groups.values())
-    return f"{heads_text(before)} -> {heads_text(after)} K/V heads"
+    before = heads_text([layer.kv_heads for layer in plan.layers])
+    return f"{before} -> {heads_text([*plan.layer_groups.values()])} K/V heads"
 
 
 def _changes(plan: Plan) -> list[Row]:
-    """The rows of changed tensors; layers in which the same tensor changes in the same way are counted."""
+    """The rows of changed tensors; layers in which the same tensor changes in the same way are
+    counted.
+    """
     layers: Counter[tuple[tuple[str, str], ...]] = Counter()
     for change in plan.changes:
         row = {
@@ -129,18 +138,17 @@ def _savings(plan: Plan, caches: JsonObject) -> list[Row]:
 
 
 def _saving(label: str, before: int, after: int, text: Callable[[int], str] = size) -> Row:
-    return {
-        "": label,
-        "before": text(before),
-        "after": text(after),
-        "ratio": f"{after / before:.3f}",
-    }
+    ratio = f"{after / before:.3f}"
+    return {"": label, "before": text(before), "after": text(after), "ratio": ratio}
 
 
 def loaded_by(plan: Plan) -> str:
     """Say what loads the result."""
     if plan.modeling:
-        return f"transformers 5 with trust_remote_code=True, by the file {plan.modeling.file}.py beside the weights"
+        return (
+            "transformers 5 with trust_remote_code=True, by the file "
+            f"{plan.modeling.file}.py beside the weights"
+        )
     found = []
     for engine in LOADERS:
         tokens = same_up_to(engine, plan.config)

@@ -1,10 +1,11 @@
-"""The consoles on stdout and stderr, the JSON object on stdout, notes, tables drawn by rich, and progress on stderr."""
+"""The consoles on stdout and stderr, the JSON object on stdout, notes, tables drawn by rich, and
+progress on stderr.
+"""
 
 import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,7 +23,9 @@ _WIDTH = 120
 
 
 def make_console(*, stderr: bool = False) -> "Console":
-    """Return the console for results on stdout, or for progress and notes on stderr. Lines are not wrapped."""
+    """Return the console for results on stdout, or for progress and notes on stderr. Lines are not
+    wrapped.
+    """
     from rich.console import Console
 
     class Literal(Console):
@@ -62,7 +65,9 @@ def print_json(value: "JsonObject") -> None:
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr accept any character in any encoding, and replace streams that the caller has closed."""
+    """Let stdout and stderr accept any character in any encoding, and replace streams that the
+    caller has closed.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
         stream.reconfigure(errors="backslashreplace")
@@ -105,7 +110,8 @@ def show_table(
     console.print(title)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in rows[0]:
-        table.add_column(heading, justify=justify if table.columns else "left")
+        table.add_column(heading, justify=justify)
+    table.columns[0].justify = "left"
     for row in rows:
         table.add_row(*row.values())
     unlimited = console.options.update(width=10_000)
@@ -113,7 +119,7 @@ def show_table(
         console.print(table, soft_wrap=False)
         return
     for row in rows:
-        cells = (f"{heading} {cell}".strip() for heading, cell in row.items() if cell)
+        cells = [f"{heading} {cell}".strip() for heading, cell in row.items() if cell]
         console.print("\n  ".join(cells))
 
 
@@ -132,7 +138,9 @@ _PACE_SECONDS = 3600.0
 
 
 class ProgressScreen:
-    """Shows how far work is, and the time left at its pace. A closed terminal or a broken pipe does not end the work."""
+    """Shows how far work is, and the time left at its pace: in bars on a terminal, else in lines.
+    A closed terminal or a broken pipe does not end the work.
+    """
 
     def __init__(self) -> None:
         from rich.progress import (
@@ -144,25 +152,25 @@ class ProgressScreen:
         )
         from rich.table import Column
 
-        self.on_terminal = sys.stderr.isatty()
+        self._on_terminal = sys.stderr.isatty()
         self._console = make_console(stderr=True)
         self._console.soft_wrap = False  # bars are cut to the width of the terminal
+        folded = Column(overflow="fold")
         # bars that are disabled still measure the pace
         self._bars = Progress(
-            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+            TextColumn("{task.description}", markup=False, table_column=folded),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[detail]}", markup=False, table_column=Column(overflow="fold")),
+            TextColumn("{task.fields[detail]}", markup=False, table_column=folded),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
             speed_estimate_period=_PACE_SECONDS,
-            disable=not self.on_terminal,
+            disable=not self._on_terminal,
         )
         self._tasks: dict[str, Any] = {}
         self._latest: Any = None
-        self._line_shown = time.monotonic()
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._ended = threading.Event()
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
@@ -170,9 +178,11 @@ class ProgressScreen:
             self._console.print(line, soft_wrap=True)
 
     def show(self, label: str, done: float, total: float, detail: str = "") -> None:
-        """Show that `done` of `total` units of the work named `label` are complete; a bar goes when all are.
+        """Show that `done` of `total` units of the work named `label` are complete; a bar goes when
+        all are.
 
-        Work that an earlier, interrupted process did, which is what `done` says at first, does not count for the pace.
+        Work that an earlier, interrupted process did, which is what `done` says at first, does not
+        count for the pace.
         """
         with suppress(OSError):
             if label not in self._tasks:
@@ -182,38 +192,27 @@ class ProgressScreen:
                 self._tasks[label], completed=done, total=total, detail=detail, visible=done < total
             )
         self._latest = self._bars.tasks[self._tasks[label]]
-        self._show_line()
 
-    def _show_line(self) -> None:
-        """Print where the work is, if that is due and there are no bars."""
-        with self._lock:
-            task = self._latest
-            if (
-                self.on_terminal
-                or task is None
-                or not task.total
-                or time.monotonic() - self._line_shown < SECONDS
-            ):
-                return
-            self._line_shown = time.monotonic()
-            parts = [
-                f"{task.description}: {task.completed / task.total:.1%}",
-                task.fields["detail"],
-            ]
+    def tell(self) -> None:
+        """Print in a line what was shown last."""
+        task = self._latest
+        if task and task.total:
+            parts = [f"{task.description}: {task.completed / task.total:.1%}"]
+            if task.fields["detail"]:
+                parts.append(task.fields["detail"])
             if task.time_remaining:
                 parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-            self.say("  ".join(filter(None, parts)))
+            self.say("  ".join(parts))
 
-    def _remind(self) -> None:
-        """Print it again while a long step says nothing."""
-        while not self._ended.wait(max(1.0, self._line_shown + SECONDS - time.monotonic())):
-            self._show_line()
+    def _keep_telling(self) -> None:
+        while not self._ended.wait(SECONDS):
+            self.tell()
 
     def __enter__(self) -> Self:
         with suppress(OSError):
             self._bars.start()
-        if not self.on_terminal:
-            threading.Thread(target=self._remind, daemon=True).start()
+        if not self._on_terminal:
+            threading.Thread(target=self._keep_telling, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

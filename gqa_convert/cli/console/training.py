@@ -1,4 +1,6 @@
-"""The progress of an uptraining run and the summary at its end, its estimate, and what was tokenised for it."""
+"""The progress of an uptraining run and the summary at its end, its estimate, and what was
+tokenised for it.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ from .screen import ProgressScreen, print_note, show_done, tokens_text
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Estimate
     from gqa_convert.training.metrics import RunSummary, StepMetrics
-    from gqa_convert.training.tokenize_only import TokenizedRecipe
+    from gqa_convert.training.opening import TokenizedRecipe
 
 
 def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> None:
@@ -20,7 +22,8 @@ def show_step(screen: ProgressScreen, metrics: "StepMetrics", steps: int) -> Non
     detail += f"  {metrics.tokens_per_second:,.0f} tokens/s"
     if metrics.evaluation_loss is not None:
         screen.say(
-            f"step {metrics.step:,}: language-model loss on held-out text {metrics.evaluation_loss:.4f} nats per token"
+            f"step {metrics.step:,}: language-model loss on held-out text "
+            f"{metrics.evaluation_loss:.4f} nats per token"
         )
     screen.show("uptraining", metrics.step, steps, detail)
 
@@ -52,12 +55,14 @@ def show_estimate(found: "Estimate") -> None:
     rows = {f"{name} parameters": f"{count:,}" for name, count in found.parameters.items()}
     rows |= {f"memory for {name}": size(nbytes) for name, nbytes in found.memory.items()}
     rows["memory per GPU"] = (
-        f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s) ({found.gpu})"
+        f"{size(found.memory_needed)}, each parameter over {found.shards} of {found.gpus} GPU(s) "
+        f"({found.gpu})"
     )
     rows["hours"] = f"{found.hours:,.2g}, of arithmetic alone"
     rows["steps"] = f"{found.steps:,}, for which {found.tokens_needed:,} tokens are needed"
     show_done(f"estimate of {found.model}; nothing was run", rows)
     if found.memory_needed > found.memory_of_gpu:
         print_note(
-            "the memory of a GPU does not suffice: train on more GPUs, with adapters (lora.rank) or gradient_checkpointing"
+            "the memory of a GPU does not suffice: train on more GPUs, with adapters (lora.rank) "
+            "or gradient_checkpointing"
         )
