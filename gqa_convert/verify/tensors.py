@@ -78,7 +78,9 @@ class TensorChecks:
 
     def untouched(self) -> str:
         """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
-        touched = {name for before, _, _ in self._touched for name in before.names}
+        touched: set[str] = set()
+        for before, _, _ in self._touched:
+            touched.update(before.names)
         names = [name for name in self._source if name not in touched]
         for name in names:
             ours = self._checked(name, list(self._source[name].shape))

@@ -1,4 +1,6 @@
-"""The figures of `evaluate` against transformers' own losses and against sums that are written out here."""
+"""The figures of `evaluate` against transformers' own losses and against sums that are written out
+here.
+"""
 
 import json
 import math
@@ -94,7 +96,9 @@ def test_windows_against_a_loop_over_tokens(home: Path, context: int) -> None:
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
-    """A model of letters and one of pairs of letters give every text the same probability; they are not compared."""
+    """A model of letters and one of pairs of letters give every text the same probability; they are
+    not compared.
+    """
     letters = "abcdefghijk"
     shares = np.random.default_rng(0).dirichlet(np.ones(len(letters)))
     pairs = [a + b for a in letters for b in letters]
@@ -128,8 +132,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_divergence_and_differences_from_a_reference(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written out in float64 over the logits of each document, of different lengths in padded batches, which are made a few
-    rows at a time.
+    """Written out in float64 over the logits of each document, of different lengths in padded
+    batches, which are made a few rows at a time.
     """
     monkeypatch.setattr(scoring, "_ROWS", 5)
     report = run(home, "two", "one", data="rows.jsonl", reference="one", batch=2)

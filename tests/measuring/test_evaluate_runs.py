@@ -1,4 +1,6 @@
-"""`evaluate` as a user meets it: mistakes, losses that are no numbers, questions, and files of results."""
+"""`evaluate` as a user meets it: mistakes, losses that are no numbers, questions, and files of
+results.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What `inspect` states is what direct computations give, and a planted number of heads is recommended."""
+"""What `inspect` states is what direct computations give, and a planted number of heads is
+recommended.
+"""
 
 import json
 import re
@@ -37,8 +39,8 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Llama whose 12 K/V heads are 3, each four times; and text that it wrote, so that no other model predicts that
-    better.
+    """A Llama whose 12 K/V heads are 3, each four times; and text that it wrote, so that no other
+    model predicts that better.
     """
     folder = tmp_path_factory.mktemp("inspect") / "planted"
     pool(build("llama"), 3).save_pretrained(folder)  # type: ignore[operator]
@@ -79,8 +81,8 @@ def blocks_of(planted: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
 
 
 def moments_of(model: Any, blocks: Tensor) -> list[Array]:
-    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its diagonal. 6% of the
-    tokens are read behind the one that begins all blocks too.
+    """E[x x^T] of each attention layer's input and a 1 behind it, damped by 1% of the mean of its
+    diagonal. 6% of the tokens are read behind the one that begins all blocks too.
     """
     tokens = blocks.flatten()
     spread = tokens[torch.linspace(0, len(tokens) - 1, int(0.06 * len(tokens))).long()]
@@ -114,7 +116,9 @@ def loss_of(model: Any, blocks: Tensor) -> float:
 
 
 def sink_length(model: Any, blocks: Tensor) -> float:
-    """Of the states at the first positions behind the last layer, where that of `planted` is longest."""
+    """Of the states at the first positions behind the last layer, where that of `planted` is
+    longest.
+    """
     seen: list[Tensor] = []
     with (
         model.model.layers[-1].register_forward_hook(lambda _, __, output: seen.append(output)),
@@ -209,7 +213,8 @@ def test_recommendations() -> None:
     )
     assert recommend_within_loss(losses, 0.09) == (
         None,
-        "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more with --max-loss-increase",
+        "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more "
+        "with --max-loss-increase",
     )
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
 

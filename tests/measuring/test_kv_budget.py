@@ -1,4 +1,6 @@
-"""A budget of K/V cache goes to the layers that need it: the optimisation, the measured costs, and the whole command."""
+"""A budget of K/V cache goes to the layers that need it: the optimisation, the measured costs, and
+the whole command.
+"""
 
 import json
 import math
@@ -45,7 +47,9 @@ from tests.helpers.verification import failed
 pytestmark = pytest.mark.usefixtures("modeling_files_registered")
 
 FREE = (1, 3)
-"""The layers whose 12 K/V heads are multiples of 3 heads: `factor` merges them without loss, and a mean does not."""
+"""The layers whose 12 K/V heads are multiples of 3 heads: `factor` merges them without loss, and a
+mean does not.
+"""
 FACTORS = torch.tensor([1.0, -0.5, 2.0, 1.5])[:, None, None]
 CHOSEN = [12, 3, 12, 3]
 SHARE = KVBudget("62.5%", share=Fraction(5, 8))
@@ -101,7 +105,9 @@ def converted(source: Path, text: Path) -> tuple[Path, dict[str, Any], str]:
 
 
 def _random_layers(generator: random.Random) -> list[LayerCosts]:
-    """Layers that may differ in their heads, in their head_dim and in how costs depend on the number of heads."""
+    """Layers that may differ in their heads, in their head_dim and in how costs depend on the
+    number of heads.
+    """
     layers = []
     for _ in range(generator.randint(1, 4)):
         kv_heads = generator.choice((1, 2, 4, 8))
@@ -252,13 +258,18 @@ def test_a_type_that_takes_one_number_is_not_told_of_options_that_were_not_given
     tmp_path: Path, model_type: str
 ) -> None:
     folder = make_source(model_type, tmp_path / "source")
-    words = rf"^--kv-budget chooses .* since all layers of a {model_type} have one number: state one with --groups$"
+    words = (
+        rf"^--kv-budget chooses .* since all layers of a {model_type} have one number: "
+        r"state one with --groups$"
+    )
     with pytest.raises(GroupsError, match=words):
         choose_num_kv_heads(folder, SHARE, ConversionOptions())
 
 
 def test_a_score_is_that_of_the_whole_models(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With values of zero in place of merged heads, as in a model whose weights were edited, or with NaN."""
+    """With values of zero in place of merged heads, as in a model whose weights were edited, or
+    with NaN.
+    """
 
     merge = merged_copies.merge_by_closed_form
 

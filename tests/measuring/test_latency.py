@@ -1,4 +1,6 @@
-"""Benchmarking: live K/V bytes, shapes as converted, turns that favour none, sweeps, and what a user may get wrong."""
+"""Benchmarking: live K/V bytes, shapes as converted, turns that favour none, sweeps, and what a
+user may get wrong.
+"""
 
 import json
 import re

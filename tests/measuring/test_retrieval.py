@@ -1,4 +1,6 @@
-"""Retrieval: what prompts hold, what counts as an answer, and what models that copy or can't copy find."""
+"""Retrieval: what prompts hold, what counts as an answer, and what models that copy or can't copy
+find.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +24,9 @@ from tests.helpers.tiny import make_config, make_model
 
 
 class Copying:
-    """A model that continues like the longest earlier passage that ends as the text does, within the last `sees` tokens."""
+    """A model that continues like the longest earlier passage that ends as the text does, within
+    the last `sees` tokens.
+    """
 
     device = torch.device("cpu")
 

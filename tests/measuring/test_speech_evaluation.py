@@ -29,7 +29,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_words_are_counted_as_papers_count_them() -> None:
-    """In English: without case, punctuation and hesitations; contractions, numbers and spellings are one."""
+    """In English: without case, punctuation and hesitations; contractions, numbers and spellings
+    are one.
+    """
     normal = EnglishTextNormalizer({"colour": "color"})
     said = ["Don't stop, Anna.", "anna ran", "twenty-five colours", "Mr. Hmm, it's colour", "Hmm!"]
     heard = ["do not  STOP anna", "anna sat still", "25 colours", "mister it is color", "two words"]

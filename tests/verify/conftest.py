@@ -35,7 +35,9 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """(OUT, SOURCE) of a conversion, by the name of the source and the number of K/V heads; treat both as read-only."""
+    """(OUT, SOURCE) of a conversion, by the name of the source and the number of K/V heads; treat
+    both as read-only.
+    """
     root = tmp_path_factory.mktemp("verify")
     numbers = torch.randint(0, 47, (40, 60), generator=torch.Generator().manual_seed(3)).tolist()
     (root / "text.txt").write_text(

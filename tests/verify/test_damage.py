@@ -1,4 +1,6 @@
-"""Whatever is wrong with the files of a result, or with what it claims, fails the check that is about it."""
+"""Whatever is wrong with the files of a result, or with what it claims, fails the check that is
+about it.
+"""
 
 import json
 import math
@@ -45,7 +47,7 @@ WIDTH = 12  # of a head of "llama, float32", with 12 heads in 3 groups
 
 
 # Ways to damage a result
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def put(out: Path, name: str, value: torch.Tensor) -> None:
@@ -149,7 +151,7 @@ def claim_source_hash(out: Path, _: Path) -> None:
 
 
 # Results that are wrong in a way of their own
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def five_heads(out: Path, _: Path) -> None:
@@ -355,7 +357,9 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "the mean claimed": (FACTORED, claims(method="mean"), UNTOUCHED | MERGED),
     "fit claimed": (FACTORED, claims(method="fit"), CLAIMS),
 }
-"""By name: the arguments of `made`, where "encoder" converts it too; the damage; the checks that fail."""
+"""By name: the arguments of `made`, where "encoder" converts it too; the damage; the checks that
+fail.
+"""
 
 
 def damaged(made: Made, row: tuple[Any, ...], damage: Damage, folder: Path) -> tuple[Path, Path]:
@@ -386,8 +390,8 @@ def test_what_the_models_compute_shows_it_too(made: Made, tmp_path: Path, name: 
 
 
 def test_a_mean_is_off_by_half_a_unit_at_most(made: Made, tmp_path: Path) -> None:
-    """Keys that absorb nothing are rounded means. One number, whose mean lies nearest to the middle between two, becomes the
-    other of the two, which is wrong by hardly more than half a unit.
+    """Keys that absorb nothing are rounded means. One number, whose mean lies nearest to the middle
+    between two, becomes the other of the two, which is wrong by hardly more than half a unit.
     """
     name = f"{STEM}.k_proj.weight"
 
@@ -409,7 +413,7 @@ def test_a_mean_is_off_by_half_a_unit_at_most(made: Made, tmp_path: Path) -> Non
 
 
 # Results whose heads absorb
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["fit", "factor"])

@@ -32,7 +32,9 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A result of an earlier release, whose files had other comments and whose configs stated no versions."""
+    """A result of an earlier release, whose files had other comments and whose configs stated no
+    versions.
+    """
     out = tmp_path / "out"
     convert_checkpoint(source, out, 3, ConversionOptions(method="mean"))
     files = {}

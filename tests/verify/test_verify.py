@@ -1,4 +1,6 @@
-"""The verifier passes good conversions of every kind, and what their models compute, cache and load is looked at."""
+"""The verifier passes good conversions of every kind, and what their models compute, cache and load
+is looked at.
+"""
 
 import json
 import shutil
@@ -111,7 +113,9 @@ def test_half_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_weight_formats(made: Made, tmp_path: Path) -> None:
-    """`pytorch_model.bin` sources and results cut into other shards; Pythia's config knows no rope_parameters."""
+    """`pytorch_model.bin` sources and results cut into other shards; Pythia's config knows no
+    rope_parameters.
+    """
     _, source = made("neox, half", 3)
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {
@@ -214,7 +218,7 @@ def test_mistakes_of_the_user_are_errors(made: Made, tmp_path: Path) -> None:
 
 
 # What models compute and keep
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_strided_repeat_in_the_model_fails_the_logits(
@@ -281,7 +285,9 @@ def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None
 def test_what_is_wrong_with_a_cache_is_found(
     made: Made, kind: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values change in it; or K/V heads are repeated before they are kept, which computes the same and saves nothing."""
+    """Values change in it; or K/V heads are repeated before they are kept, which computes the same
+    and saves nothing.
+    """
     out, source = made("llama", 3)
     update = transformers.cache_utils.DynamicLayer.update
 
@@ -316,11 +322,13 @@ def test_a_rewriting_that_computes_something_else_is_found(
 
 
 # Sources of other kinds
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
-    """What it is made from has a modelling file already, which the new result brings along in its place."""
+    """What it is made from has a modelling file already, which the new result brings along in its
+    place.
+    """
     for name, encoder in (("bart", True), ("gpt2", False)):
         first, _ = made(name, 4, encoder=encoder)
         for groups, more in ((2, False), (4, encoder), (12, False)):
@@ -350,7 +358,9 @@ def test_chatglm_is_proven_by_its_data_alone(tmp_path: Path) -> None:
 
 
 def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
-    """No prefix, no tied head, masks that nothing reads; and a tensor that nothing is known of is not passed over."""
+    """No prefix, no tied head, masks that nothing reads; and a tensor that nothing is known of is
+    not passed over.
+    """
     source = make_source("gpt2", tmp_path / "source")
     file = source / "model.safetensors"
     tensors = {
@@ -389,7 +399,9 @@ def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path) -> None:
 
 
 def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
-    """Whether it was converted is the same to its tensors; config and provenance must agree on it."""
+    """Whether it was converted is the same to its tensors; config and provenance must agree on
+    it.
+    """
     source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
     for encoder in (False, True):
         out = tmp_path / f"out-{encoder}"
@@ -419,7 +431,7 @@ def test_whisper_without_its_encoder(tmp_path: Path) -> None:
 
 
 # Small and large numbers
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def scaled(folder: Path, model_type: str, dtype: torch.dtype, scale: float) -> Path:
@@ -455,7 +467,7 @@ def test_values_near_the_limits_of_their_type(
 
 
 # Code and tokenizers
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 EVIL = "from pathlib import Path\nPath({!r}).touch()\n"
 
@@ -485,7 +497,9 @@ def test_a_modelling_file_that_was_edited_never_runs(
 
 
 def test_no_other_code_in_the_folder_runs(made: Made, tmp_path: Path) -> None:
-    """transformers would run a checkpoint's own generation loop too, and code that its auto_map names for a tokenizer."""
+    """transformers would run a checkpoint's own generation loop too, and code that its auto_map
+    names for a tokenizer.
+    """
     marker = tmp_path / "ran"
     source = shutil.copytree(made("opt", 4)[1], tmp_path / "source")
     (source / "custom_generate").mkdir()
@@ -560,7 +574,9 @@ def test_a_tokenizer_may_have_the_former_name_of_its_class_and_nothing_else(
 
 
 def test_the_tokenizer_of_a_whisper_is_found_by_its_class(tmp_path: Path) -> None:
-    """SOURCE names none, so that transformers chooses by the model type, which is another in OUT."""
+    """SOURCE names none, so that transformers chooses by the model type, which is another in
+    OUT.
+    """
     source, out = make_source("whisper", tmp_path / "source"), tmp_path / "out"
     save_byte_pairs(source)
     convert_checkpoint(source, out, 3, MEAN)

@@ -196,7 +196,8 @@ def word_errors(spoken: Sequence[tuple[str, str]], spelling: Callable[[str], str
         ) from None
     counts = []
     for said, heard in spoken:
-        text, written = spelling(said), spelling(heard)
+        text = spelling(said)
+        written = spelling(heard)
         words = len(text.split())
         wrong = len(written.split())
         if words:  # hesitations such as "hmm" are no words
