@@ -83,10 +83,8 @@ def main() -> None:
         parser.error(str(problem))
     if not paragraphs:
         parser.error(
-
-                f"{options.text} has no paragraphs of {PARAGRAPH.start} to {PARAGRAPH.stop} "
-                f"characters between empty lines"
-
+            f"{options.text} has no paragraphs of {PARAGRAPH.start} to {PARAGRAPH.stop} "
+            f"characters between empty lines"
         )
     texts = islice(asked_later(options.seed, paragraphs), options.texts)
     options.out.parent.mkdir(parents=True, exist_ok=True)

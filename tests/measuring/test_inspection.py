@@ -214,8 +214,8 @@ def test_recommendations() -> None:
     assert recommend_within_loss(losses, 0.09) == (
         None,
         (
-            "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow more "
-            "with --max-loss-increase"
+            "none of N = 2, 4, 6, 12 adds at most 0.09 nats per token by the closed form: allow "
+            "more with --max-loss-increase"
         ),
     )
     assert recommend_within_loss(losses[1:2], 0.1)[0] is None
