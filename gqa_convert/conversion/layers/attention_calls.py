@@ -42,6 +42,7 @@ def own_rows(batches: Sequence[Batch]) -> dict[int, Batch]:
     before, every = 0, count()
     for number, batch in enumerate(batches):
         rows = len(tokens_of(batch))
+        # the first of this process's rows in the batch
         first = (rank() - before) % every
         if first < rows:
             found[number] = {name: tensor[first::every] for name, tensor in batch.items()}
@@ -122,9 +123,11 @@ def beginnings(batches: Sequence[Batch], text: Sequence[Batch]) -> list[Batch]:
     """
     if not batches or "decoder_input_ids" in batches[0]:
         return []
+    # evenly spread tokens
     tokens = torch.cat([batch["input_ids"].flatten() for batch in batches])
     places = torch.linspace(0, len(tokens) - 1, max(1, int(_BEGINNINGS * len(tokens)))).long()
     rows = tokens[places][:, None]
+    # behind the one with which all blocks begin
     first = torch.cat([batch["input_ids"][:, 0] for batch in text])
     if len(first) > 1 and (first == first[0]).all():
         rows = torch.cat([first[:1].expand(len(rows), 1), rows], dim=1)

@@ -113,6 +113,7 @@ class Student:
         names = find_modules(model, [layer.module for layer, _ in plan.merged_layers])
         self._recomputed = [*list_elements(model, names.values())] if recompute else []
         self._modules = [model.get_submodule(name) for name in names.values()]
+        # the merged layers, inside the modules in whose place they compute
         self.layers: list[TrainedLayer] = []
         for number, module in enumerate(self._modules):
             tensors = store.read(layer_key(number))
@@ -229,6 +230,7 @@ def train_together(
     before = student.divergence(validation)
     if before < options.least:
         return 0, False
+    # begin, or go on with what a killed run has saved
     optimizer = RelativeAdam([layer.named() for layer in student.layers], RATE, steps)
     taken = _restore(optimizer, store, options.request)
     saved = time.monotonic()
@@ -239,6 +241,7 @@ def train_together(
             _add_gradients(student, part, counts, tokens_of(batches[number]).numel())
         optimizer.step()
         taken += 1
+        # tell, and save
         on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
         is_late = by_first(partial(operator.gt, time.monotonic() - saved, SAVED_EVERY))
         if is_late and taken < steps:

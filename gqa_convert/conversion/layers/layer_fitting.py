@@ -110,9 +110,11 @@ def _pass_layers(
     with open_layers(plan) as read_layer:
         for layer in walk.layers:
             with weights_in_memory(layer.module):
+                # what each merged layer is to come near to
                 tell("running source and student")
                 missing = [name for name in layer.attention if store.layer(numbers[name]) is None]
                 streams = source.advance(layer, watch=missing)
+                # the attention modules in the order of their calls
                 weights: Replacements = {}
                 for name in layer.attention:
                     number = numbers[name]
@@ -123,6 +125,7 @@ def _pass_layers(
                         attention = student.attention(layer, name, weights, streams.pop(name))
                         tensors, record = OneLayer(attention, opened, groups, options, tell).fit()
                         store.write(layer_key(number), tensors, asdict(record))
+                    # the student goes on with what the result will have
                     stored = store.read_result(number)
                     merged = MergedAttention(layout, stored, groups, walk.module(name))
                     weights = {**weights, name: merged.installed}

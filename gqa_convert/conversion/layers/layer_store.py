@@ -120,6 +120,7 @@ class LayerStore:
         Raises:
             OutputError: they do.
         """
+        # as it is read back
         wanted = json.loads(json.dumps(wanted))
         settled = self.settle(name, wanted)
         differing = [key for key in {**settled, **wanted} if settled.get(key) != wanted.get(key)]

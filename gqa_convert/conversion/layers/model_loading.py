@@ -57,6 +57,7 @@ def open_model(
             have one.
         GQAConvertError: see `open_checkpoint`.
     """
+    # what it takes, and what there is
     place = torch.device(device)
     limit = int(WEIGHTS_SHARE * free_memory(device))
     checkpoint = open_checkpoint(folder)
@@ -66,6 +67,7 @@ def open_model(
         if fits:
             model, missing = _load_whole(folder, stored, sharded=sharded)
         else:
+            # accelerate puts what fits on the device, and the rest into the machine or on the disk
             memory: dict[str | int, int] = {"cpu": int(WEIGHTS_SHARE * free_memory("cpu"))}
             memory[(place.index or 0) if place.type == "cuda" else "cpu"] = limit
             scratch = stack.enter_context(staged_folder(Path(gettempdir()) / "offloaded"))
@@ -199,6 +201,7 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: a name matches no module or several, or two names match the same module.
     """
+    # where to look
     loaded = [name for name, _ in model.named_modules()]
     config = model.config.to_dict()
     if is_composite(config):
@@ -206,6 +209,7 @@ def find_modules(model: Any, names: Sequence[str]) -> dict[str, str]:
         loaded = [name for name in loaded if family.owns(name)]
     found: dict[str, str] = {}
     for name in names:
+        # the longest end that a module has, with the number of the layer in it
         matches: list[str] = []
         end = name
         while not matches and any(part.isdecimal() for part in end.split(".")):

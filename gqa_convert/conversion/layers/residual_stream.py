@@ -49,12 +49,14 @@ def find_stream(model: Any, layer: str, projection: str, run: Callable[[], Any])
         The output of the projection itself if there is no such place in the layer, for example
         because the contribution is normed before it is added.
     """
+    # the layer with attention's contribution, and without
     own = StreamPlace(projection, enters=False)
     whole = _trace(model, layer, run)
     with model.get_submodule(projection).register_forward_hook(
         lambda _, __, output: torch.zeros_like(output)
     ):
         without = _trace(model, layer, run)
+    # the first tensor behind it that differs by a multiple of it
     start = [place for place, _ in whole].index(own)
     contribution = whole[start][1]
     for (place, one), (other_place, other) in zip(
