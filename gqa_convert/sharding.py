@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gqa_convert.errors import LaunchError
 from gqa_convert.families.loading import load_model, outline_model, untie
-from gqa_convert.processes import by_first, check_agreement, is_set, rank, started
+from gqa_convert.processes import by_first, check_agreement, gathered, is_set, rank, started
 
 
 def number_of_shards(sharding: str, processes: int, of_machine: int | None = None) -> int:
@@ -195,6 +195,13 @@ def layers(model: Any) -> Iterator[Any]:
 def is_sharded(model: Any) -> bool:
     """Whether `shard` has sharded a model."""
     return isinstance(model, FSDPModule)
+
+
+def idle_passes(model: Any, own: int) -> int:
+    """How many passes of no use a process adds to its own, since all run a sharded model equally
+    often. Every process calls this.
+    """
+    return max(gathered(own)) - own if is_sharded(model) else 0
 
 
 def shard_as(model: Any, module: Any) -> None:

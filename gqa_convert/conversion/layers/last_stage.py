@@ -34,9 +34,9 @@ from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.merging.attention_heads import Tensors
-from gqa_convert.processes import by_first, count, gathered, rank, total
+from gqa_convert.processes import by_first, count, rank, total
 from gqa_convert.runtime.json_objects import JsonObject
-from gqa_convert.sharding import is_sharded, shard_as, whole
+from gqa_convert.sharding import idle_passes, is_sharded, shard_as, whole
 
 RATE = 0.005
 """Of `RelativeAdam`."""
@@ -158,11 +158,8 @@ class Student:
             own: rows of this process.
             batch: any, of which some rows do not count.
         """
-        passes = [(part, 1.0) for part in own]
-        if self.is_sharded:
-            idle = max(gathered(len(own))) - len(own)
-            passes += [(parts_of(batch)[0], 0.0)] * idle
-        return passes
+        idle = (parts_of(batch)[0], 0.0)
+        return [*((part, 1.0) for part in own), *[idle] * idle_passes(self.model, len(own))]
 
     def divergence(self, batches: Sequence[Batch]) -> float:
         """KL(source || student), in nats per token."""

@@ -40,7 +40,7 @@ from gqa_convert.conversion.layers.residual_stream import (
 )
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
 from gqa_convert.processes import gathered
-from gqa_convert.sharding import is_sharded, whole_weights
+from gqa_convert.sharding import idle_passes, whole_weights
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer or an attention module is called with behind hidden states, by position and by name.
@@ -186,11 +186,10 @@ class LayerWalk:
             count: of streams.
             on_host: whether they keep hidden states in the machine's memory between layers.
         """
-        passes = [*self.batches]
-        if is_sharded(self.model):
-            # a layer that is computed for what it returns is gathered by all processes together
-            passes += [self._few] * (max(gathered(len(passes))) - len(passes))
-        recorded = [self.record(batch, {}) for batch in passes][: len(self.batches)]
+        own = len(self.batches)
+        # a layer that is computed for what it returns is gathered by all processes together
+        passes = [*self.batches, *[self._few] * idle_passes(self.model, own)]
+        recorded = [self.record(batch, {}) for batch in passes][:own]
         return [Stream(self, recorded, on_host=on_host) for _ in range(count)]
 
     def record(self, batch: Batch, finished: Mapping[str, Tensor]) -> Recorded:
