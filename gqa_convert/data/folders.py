@@ -55,7 +55,8 @@ def data_files(
         DataError: the folder has splits, but not this one, or not this one alone.
     """
     if not given.is_dir():
-        matching = map(Path, sorted(glob.glob(str(given), recursive=True)))  # noqa: PTH207  # it may begin with /
+        # the pattern may begin with /, which Path.glob does not take
+        matching = map(Path, sorted(glob.glob(str(given), recursive=True)))  # noqa: PTH207
         found = [path for path in matching if path.is_file()]
         unread = {path.absolute(): _why_unread(Path(path.name)) for path in found}
     else:

@@ -5,7 +5,7 @@ the shortest of them, as sounds and their texts are (`speech`).
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -134,7 +134,8 @@ def draw_pairs(request: Request, sources: Sequence[OpenPairs]) -> Calibration:
         encoder = PairEncoder(tokenizer, Fields(fields, "pair"))
         found = _read(request, opened.text, encoder, length)
         read.append(shuffled(found, mix(mix(request.seed, number), 6)))
-    pairs = [pair for turn in zip_longest(*read) for pair in turn if pair is not None]
+    turns = chain.from_iterable(zip_longest(*read))
+    pairs = [pair for pair in turns if pair is not None]
     parts = divided(pairs, [pair.size for pair in pairs], request)
 
     # Make batches.
