@@ -2,15 +2,15 @@
 
     python -m benchmarks.ctranslate2_speed [--output docs/results/ctranslate2.json]
 
-Random weights, of the decoders of Whisper large-v3-turbo (four layers, 20 heads) and of T5 large (16
-heads, here four layers), behind an encoder of one layer. The numbers of heads take turns, so that a
-machine whose speed drifts favours none of them: only ratios within a row are reported. Memory is the
-growth of a process's peak while it decodes. The table goes into docs/results/README.md.
+Random weights, of the decoders of Whisper large-v3-turbo (four layers, 20 heads) and of T5 large
+(16 heads, here four layers), behind an encoder of one layer. The numbers of heads take turns, so
+that a machine whose speed drifts favours none of them: only ratios within a row are reported. Memory
+is what a process needs at most to decode, beside the weights. The output grows by cases, and what it
+holds is not measured again. The table goes into docs/results/README.md.
 """
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -56,12 +56,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("whisper", 1, 1, 1500),
-    Case("whisper", 1, 5, 1500),
-    Case("whisper", 8, 1, 1500),
-    Case("t5", 1, 1, 1024),
-    Case("t5", 8, 1, 128),
     Case("t5", 8, 1, 1024),
+    Case("whisper", 8, 1, 1500),
+    Case("whisper", 1, 5, 1500),
+    Case("t5", 1, 1, 1024),
+    Case("whisper", 1, 1, 1500),
+    Case("t5", 8, 1, 128),
 )
 
 
@@ -146,8 +146,8 @@ class Decoding:
         return time.perf_counter() - began
 
 
-def step_seconds(work: Path, case: Case, repetitions: int) -> dict[int, float]:
-    """The median time of a decoding step by the number of K/V heads, in turns."""
+def decoding_seconds(work: Path, case: Case, repetitions: int) -> dict[int, float]:
+    """The median time of LONG - SHORT decoding steps by the number of K/V heads, in turns."""
     decodings = {
         kv_heads: Decoding(work / f"{case.kind}-{kv_heads}", case)
         for kv_heads in KV_HEADS[case.kind]
@@ -158,28 +158,37 @@ def step_seconds(work: Path, case: Case, repetitions: int) -> dict[int, float]:
     for _ in range(repetitions):
         for kv_heads, decoding in decodings.items():
             times[kv_heads].append(decoding.run(LONG) - decoding.run(SHORT))
-    return {
-        kv_heads: statistics.median(found) / (LONG - SHORT) for kv_heads, found in times.items()
-    }
+    return {kv_heads: statistics.median(found) for kv_heads, found in times.items()}
+
+
+def resident(peak: bool) -> int:
+    """Bytes of memory that this process has, or the most that it had since the peak was reset."""
+    name = "VmHWM" if peak else "VmRSS"
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
 
 
 def peak_growth(folder: Path, case: Case) -> int:
-    """Bytes by which the peak of this process's memory grows while it decodes."""
+    """Bytes by which this process's memory grows at most while it decodes."""
     decoding = Decoding(folder, case)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    decoding.run(LONG)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    before = resident(peak=False)
+    decoding.run(SHORT)
+    return resident(peak=True) - before
 
 
 def measure(work: Path, case: Case, repetitions: int) -> dict[str, Any]:
-    """The cell of a case: times, memory."""
-    steps = step_seconds(work, case, repetitions)
+    """The cell of a case: times as shares of the first number's, and memory."""
+    seconds = decoding_seconds(work, case, repetitions)
+    all_heads = next(iter(seconds.values()))
     grown = {}
-    for kv_heads in steps:
+    for kv_heads in seconds:
         command = [sys.executable, "-m", "benchmarks.ctranslate2_speed", "--memory-of"]
         given = [json.dumps([str(work / f"{case.kind}-{kv_heads}"), *case])]
         grown[kv_heads] = int(subprocess.check_output(command + given))
-    return {**case._asdict(), "step_seconds": steps, "peak_bytes": grown}
+    shares = {kv_heads: round(found / all_heads, 3) for kv_heads, found in seconds.items()}
+    return {**case._asdict(), "step": shares, "peak_bytes": grown}
 
 
 def report(cells: list[dict[str, Any]]) -> str:
@@ -187,18 +196,10 @@ def report(cells: list[dict[str, Any]]) -> str:
     header = ["decoder", "batch", "beam", "encoder positions", "K/V heads", "step", "peak, MB"]
     rows = []
     for cell in cells:
-        first, *others = cell["step_seconds"]
-        ratios = [cell["step_seconds"][n] / cell["step_seconds"][first] for n in others]
+        shares = [f"{share:.2f}" for share in cell["step"].values()]
         megabytes = [f"{grown / 1e6:.0f}" for grown in cell["peak_bytes"].values()]
-        rows.append(
-            [
-                cell["kind"],
-                *(str(cell[key]) for key in ("batch", "beam", "source")),
-                ", ".join(map(str, cell["step_seconds"])),
-                ", ".join(["1", *(f"{ratio:.2f}" for ratio in ratios)]),
-                ", ".join(megabytes),
-            ]
-        )
+        row = [cell["kind"], *(str(cell[key]) for key in ("batch", "beam", "source"))]
+        rows.append([*row, *map(", ".join, (map(str, cell["step"]), shares, megabytes))])
     return table(header, rows)
 
 
@@ -216,13 +217,16 @@ def main() -> None:
         print(peak_growth(Path(folder), Case(*case)))
         return
     cells = []
+    if options.output.is_file():
+        cells = json.loads(options.output.read_text(encoding="utf-8"))["cells"]
+    done = [Case(cell["kind"], cell["batch"], cell["beam"], cell["source"]) for cell in cells]
     with TemporaryDirectory(prefix="gqa-convert-") as made:
         for kind in KV_HEADS:
             make_folders(kind, Path(made), options.quantization)
         for case in CASES:
-            cells.append(measure(Path(made), case, options.repetitions))
-            print(report(cells[-1:]), file=sys.stderr)
-    write_json(options.output, {"version": ctranslate2.__version__, "cells": cells})
+            if case not in done:
+                cells.append(measure(Path(made), case, options.repetitions))
+                write_json(options.output, {"version": ctranslate2.__version__, "cells": cells})
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(filled(page, "ctranslate2", report(cells)), encoding="utf-8")
 

@@ -3,10 +3,10 @@
     python -m benchmarks.real.faster_whisper --sounds HELD_OUT --models SOURCE RESULT RESULT
 
 HELD_OUT is a folder of benchmarks.real.spoken. Each model is converted to float32 and to int8, and
-hears every sound by greedy search and with five beams, and with timestamps too, as faster-whisper does
-by default; without the fallback to other temperatures.
-Errors are per word that is said, after transformers' normaliser. The encoder, which no conversion
-changes, hears a sound once for each type of weights. The table goes into docs/results/README.md.
+hears every sound by greedy search and with five beams, and with timestamps too, as by default in
+faster-whisper; without the fallback to other temperatures. Errors are per word that is said, after
+transformers' normaliser. The encoder, which no conversion changes, hears a sound once for each type
+of weights. The table goes into docs/results/README.md.
 """
 
 import argparse
