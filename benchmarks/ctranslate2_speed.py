@@ -4,9 +4,9 @@
 
 Random weights, of the decoders of Whisper large-v3-turbo (four layers, 20 heads) and of T5 large
 (16 heads, here four layers), behind an encoder of one layer. The numbers of heads take turns, so
-that a machine whose speed drifts favours none of them: only ratios within a row are reported. Memory
-is what a process needs at most to decode, beside the weights. The output grows by cases, and what it
-holds is not measured again. The table goes into docs/results/README.md.
+that a machine whose speed drifts favours none of them: only ratios within a row are reported.
+Memory is what a process needs at most to decode, beside the weights. The output grows by cases, and
+what it holds is not measured again. The table goes into docs/results/README.md.
 """
 
 import argparse
