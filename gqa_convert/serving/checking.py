@@ -14,6 +14,7 @@ from gqa_convert.errors import (
     OptionError,
     SourceNotFoundError,
 )
+from gqa_convert.families.composite import is_composite
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import (
@@ -252,7 +253,10 @@ def why_unsupported(folder: Path, config: JsonObject, engine: Engine) -> str:
     if has_own_code:
         return f"{model_type} comes with a modelling file, which this engine does not run"
     task = auto_class(config)
-    if task == TASKS[3] or (task != TASKS[0] and not engine.takes_loaded_models):
+    reads_otherwise = task == TASKS[3] or is_composite(config)
+    is_no_whisper = task == TASKS[2] and "num_mel_bins" not in config
+    is_text = task == TASKS[0] or engine.takes_loaded_models
+    if reads_otherwise or is_no_whisper or not is_text:
         return f"{model_type} is an encoder-decoder or reads more than text"
     return ""
 

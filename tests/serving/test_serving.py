@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,3 +209,18 @@ def test_the_command(tmp_path: Path) -> None:
     skipped = run("check-serving", write_llama(tmp_path / "out"), "--engine", "vllm")
     assert (skipped.returncode, "--python PATH" in skipped.stdout) == (1, True)
     assert_mistake(run("check-serving", folder, "--engine", "tgi"), "'tgi'", "llama.cpp, vllm")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "canary", "architectures": ["CanaryForConditionalGeneration"]},
+        {"model_type": "t5gemma", "architectures": ["T5GemmaForConditionalGeneration"]},
+        {"model_type": "speech_to_text", "architectures": ["Speech2TextForConditionalGeneration"]},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_no_engine_runs_them(config: dict[str, Any], tmp_path: Path) -> None:
+    for engine in ENGINES.values():
+        why = checking.why_unsupported(tmp_path, config | {"is_encoder_decoder": True}, engine)
+        assert "is an encoder-decoder or reads more than text" in why
