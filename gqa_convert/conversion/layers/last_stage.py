@@ -158,8 +158,9 @@ class Student:
             own: rows of this process.
             batch: any, of which some rows do not count.
         """
-        idle = (parts_of(batch)[0], 0.0)
-        return [*((part, 1.0) for part in own), *[idle] * idle_passes(self.model, len(own))]
+        passes = [(part, 1.0) for part in own]
+        idle = idle_passes(self.model, len(own))
+        return passes + [(parts_of(batch)[0], 0.0)] * idle
 
     def divergence(self, batches: Sequence[Batch]) -> float:
         """KL(source || student), in nats per token."""
