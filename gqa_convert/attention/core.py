@@ -83,6 +83,8 @@ def grouped_query_attention(
     is_prompt = cached == 0 and keys == queries and mask is None and bias is None
     is_masked = mask is not None or bias is not None or (cached is not None and not is_prompt)
     packs = _packs(query, key, value, is_masked=is_masked, is_prompt=is_prompt)
+    if query.is_cpu and (dropout != 0.0 or (bias is not None and bias.requires_grad)):
+        packs = key.shape[1] < query.shape[1]  # the kernel that shares heads knows neither
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scale}
     if is_prompt and not packs:
         return _kernel(query, key, value, is_causal=True, **options)

@@ -104,6 +104,27 @@ def test_no_key_or_value_is_repeated(
     assert seen == [(groups, key.data_ptr(), value.data_ptr())]
 
 
+@pytest.mark.parametrize("trained", ["dropout", "bias"])
+def test_in_training_heads_are_packed_on_a_cpu(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel for shared heads has no dropout and no gradient of a bias; the other repeats."""
+    kernel, seen = core.scaled_dot_product_attention, []
+
+    def spy(query: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
+        seen.append((query.shape, options.get("enable_gqa", False)))
+        return kernel(query, *tensors, **options)
+
+    monkeypatch.setattr(core, "scaled_dot_product_attention", spy)
+    query, key, value = numbers(2, 12, 60, 8), numbers(2, 3, 60, 8), numbers(2, 3, 60, 8)
+    if trained == "dropout":
+        grouped_query_attention(query, key, value, causal=True, dropout=0.1)
+    else:
+        bias = numbers(1, 12, 60, 60).requires_grad_()
+        grouped_query_attention(query, key, value, bias=bias)
+    assert seen == [((2, 3, 240, 8), False)]
+
+
 @pytest.mark.parametrize("short", [0, 64])
 @pytest.mark.parametrize("groups", [1, 3, 4, 12])
 @pytest.mark.parametrize("queries", [1, 3, 40])
