@@ -38,8 +38,8 @@ def check_serving(
         print_json(report.as_json())
     else:
         for entry in report.clients:
-            engine = f"{entry['client']} {entry['version'] or ''}"
-            say(f"{entry['status']:<13}  {engine}  {entry['detail']}")
+            named = f"{entry['client']} {entry['version'] or ''}"
+            say(f"{entry['status']:<13}  {named}  {entry['detail']}")
         say("every engine that ran agrees with transformers" if report.passed else "not proved")
     if not report.passed:
         raise typer.Exit(1)
