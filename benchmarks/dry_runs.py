@@ -1,10 +1,10 @@
-"""What `convert --calibration` would do with models of 7 to 70 billion parameters on GPUs of several
-sizes and numbers.
+"""What `convert --calibration` would do with models of 7 to 70 billion parameters on GPUs of
+several sizes and numbers.
 
     python -m benchmarks.dry_runs
 
-The checkpoints are sparse files with the shapes of the real ones; the GPUs are stated, not there. Prints a table for
-docs/converting.md.
+The checkpoints are sparse files with the shapes of the real ones; the GPUs are stated, not there.
+Prints a table for docs/converting.md.
 """
 
 import json
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.conversion.estimate import Needs, estimate_needs
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.resources import Needs, estimate_needs
 from gqa_convert.runtime.machine import STATED
+from gqa_convert.runtime.messages import about
 
-GPUS = ((1, 24), (1, 48), (1, 80), (8, 80))
-"""How many there are, with a process each, and the free memory of each in GB."""
+GPUS = ((1, 24, "RTX 4090"), (1, 48, "L40S"), (1, 80, "H100"), (8, 80, "H100"))
+"""How many there are, with a process each, the free memory of each in GB, and its type."""
 
 
 class Shape(NamedTuple):
@@ -87,28 +88,29 @@ def write_sparse(folder: Path, shape: Shape) -> None:
         file.truncate(8 + len(written) + offset)
 
 
-def dry_run(source: Path, groups: int, processes: int, free: int) -> Needs:
+def dry_run(source: Path, groups: int, processes: int, free: int, gpu: str) -> Needs:
     """The estimate of a conversion where so many GB of each process's GPU are free."""
-    machine = {"gpu_driver": True, "gpu": True, "bfloat16": True, "memory": free * 10**9}
-    os.environ[STATED] = json.dumps(machine)
+    machine = {"gpu_driver": True, "gpu": True, "gpu_name": gpu, "bfloat16": True}
+    os.environ[STATED] = json.dumps(machine | {"memory": free * 10**9})
     plan = make_plan(open_checkpoint(source), groups, method="fit")
     return estimate_needs(plan, CalibrationOptions("python-stdlib"), processes)
 
 
 def main() -> None:
-    print("| model | N | GPUs, GB free | memory of each asked for, GB | left out |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| model | N | GPUs | GB free | memory of each asked for, GB | time | left out |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, shape in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / name
             write_sparse(source, shape)
             heads = f"{shape.num_key_value_heads} -> {shape.groups}"
-            for processes, free in GPUS:
-                found = dry_run(source, shape.groups, processes, free)
+            for processes, free, gpu in GPUS:
+                found = dry_run(source, shape.groups, processes, free, gpu)
                 sizes = (found.least_memory_bytes, found.memory_bytes)
                 asked = " to ".join(f"{nbytes / 1e9:.0f}" for nbytes in sizes)
                 left_out = "; ".join(found.left_out) or "nothing"
-                print(f"| {name} | {heads} | {processes} x {free} | {asked} | {left_out} |")
+                gpus, time = f"{processes} x {gpu}", about(found.hours or 0.0)
+                print(f"| {name} | {heads} | {gpus} | {free} | {asked} | {time} | {left_out} |")
 
 
 if __name__ == "__main__":

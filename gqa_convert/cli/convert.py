@@ -148,9 +148,9 @@ def convert(
             {"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows"
         )
     from gqa_convert.checkpoint.source import open_checkpoint
+    from gqa_convert.conversion.estimate import estimate_needs
     from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
     from gqa_convert.conversion.planning import plan_conversion
-    from gqa_convert.conversion.resources import estimate_needs
 
     from .console.plan import caches_at_context, show_plan
     from .console.screen import ProgressScreen, print_json
@@ -193,7 +193,8 @@ def convert(
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
         plan, text = plan_conversion(checkpoint, groups, options)
-        needs, caches = estimate_needs(plan, text), caches_at_context(plan, context, batch or 1)
+        needs = estimate_needs(plan, text)
+        caches = caches_at_context(plan, context, batch or 1)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
         show = partial(show_plan, plan, needs, caches)
     else:

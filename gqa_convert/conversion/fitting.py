@@ -1,41 +1,28 @@
-"""Merges the layers of a plan, for methods that work on whole layers, so that the writer finds them
-ready.
+"""Fits the layers of a plan on calibration data.
 
-From the weights alone, that is one layer after the other. On calibration data, the free memory
-decides what is done; the text is read; the layers are fitted, one after the other; the last stage
-trains all of them together; and the result is measured on text that decided nothing. What is
-finished is kept in files, from which a killed run resumes.
+The free memory decides what is done; the text is read; the layers are fitted, one after the other;
+the last stage trains all of them together; and the result is measured on text that decided nothing.
+What is finished is kept in files, from which a killed run resumes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from gqa_convert._version import __version__
 from gqa_convert.checkpoint.provenance import FOUND, CalibrationRecord, Divergence
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.layers.layer_store import (
-    HALFWAY,
-    TOGETHER,
-    LayerRecord,
-    LayerStore,
-    SharedStore,
-    layer_key,
-)
-from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.calibration.streams import Calibration, digest_of, tokens_of
+from gqa_convert.conversion.layers import last_stage, model_loading
+from gqa_convert.conversion.layers.attention_calls import beginnings
+from gqa_convert.conversion.layers.layer_fitting import fit_layers, measure_divergence
+from gqa_convert.conversion.layers.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore
+from gqa_convert.conversion.layers.one_layer import FitOptions
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.progress import (
-    ALL_TOGETHER,
-    MERGING_LAYERS,
-    FitProgress,
-    OnProgress,
-)
+from gqa_convert.conversion.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.conversion.resources import LAST_STAGE, Decisions, decide, holds_halves
 from gqa_convert.errors import (
     DeviceMemoryError,
@@ -46,43 +33,13 @@ from gqa_convert.errors import (
     is_out_of_memory,
 )
 from gqa_convert.families.loading import read_kind
-from gqa_convert.merging.attention_heads import Tensors
-from gqa_convert.merging.head_grouping import (
-    find_head_order,
-    reconstruction_errors,
-    reorder_heads,
-)
-from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.processes import by_first, count, sharing, started
 from gqa_convert.runtime.json_objects import JsonObject, plain
 from gqa_convert.runtime.machine import chosen_device
 
-if TYPE_CHECKING:
-    from gqa_convert.conversion.calibration.streams import Calibration
-
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
 _AGAIN = "and run the same command again, which resumes from the finished layers"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedLayers:
-    """Layers that were merged before the writer runs, and what the result's record says of them.
-
-    Attributes:
-        tensors: by the names of the result's tensors: the file that holds each.
-        errors: by the names of tensors, or of modules and parts of them.
-        calibration: what the source was run on.
-        head_order: by module: the source's K/V heads in the order in which they were merged, where
-            it is not the source's.
-        device: on which the work was done.
-    """
-
-    tensors: Mapping[str, Path] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    calibration: CalibrationRecord | None = None
-    head_order: dict[str, list[int]] = field(default_factory=dict)
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,121 +57,38 @@ class FitWork:
 
     plan: Plan
     options: CalibrationOptions
-    calibration: "Calibration"
+    calibration: Calibration
     record: CalibrationRecord
     steps: int
     decisions: Decisions = field(default_factory=Decisions)
 
 
-def prepare_layers(
-    plan: Plan, out: Path, options: CalibrationOptions, stack: ExitStack, on_progress: OnProgress
-) -> PreparedLayers:
-    """Merge every layer of a plan whose method works on whole layers; of any other plan none.
+def fit_on_data(
+    plan: Plan, store: LayerStore, options: CalibrationOptions, on_progress: OnProgress
+) -> CalibrationRecord:
+    """Merge every layer of a plan on calibration data, with all processes of this run.
 
     Args:
-        plan: of a local checkpoint.
-        out: the folder of the result. Merged layers lie in a hidden folder beside it until `stack`
-            is closed; those that were measured on calibration data stay there after an error, so
-            that the next run resumes.
+        plan: of a local checkpoint, of a method that takes such data.
+        store: where merged layers go.
         options: of calibration.
-        stack: closed once the result is written.
         on_progress: called as the work goes on.
+
+    Returns:
+        What was done and measured.
 
     Raises:
         GQAConvertError: one of its subclasses.
     """
-    if not plan.merge_method.merges_layers:
-        return PreparedLayers()
-    store = stack.enter_context(LayerStore(out, _fingerprint(plan), keep=options.has_data))
-    if not options.has_data:
-        _merge_weights(plan, store, on_progress)
-        return _collected(plan, store, None, "cpu")
-    device = chosen_device(options.device)
     if started() > 1 and options.device not in (None, "cpu"):
         raise OptionError(
             f"--device {options.device} is one device, and each of the {started()} processes has "
             "its own: leave it out"
         )
-    with _explained_errors(out.parent):
+    with _explained_errors(store.path.parent):
         work = _prepare_work(plan, store, options, on_progress)
         with sharing(fit_checkpoint, work):
-            record = fit_checkpoint(work, store, on_progress)
-    return _collected(plan, store, record, device)
-
-
-def _fingerprint(plan: Plan) -> JsonObject:
-    """What merged layers depend on beside calibration data."""
-    origin = plan.checkpoint.origin
-    return {
-        "version": __version__,
-        "source": str(origin.folder),
-        "files": [[shard.file, shard.size, shard.modified_ns] for shard in origin.shards],
-        "config": plan.checkpoint.config,
-        "method": plan.method,
-        "groups": plan.stated_groups,
-        "modules": [layer.module for layer in plan.layers],
-    }
-
-
-def _collected(
-    plan: Plan, store: LayerStore, record: CalibrationRecord | None, device: str
-) -> PreparedLayers:
-    """What the store holds of all layers of a plan."""
-    files: dict[str, Path] = {}
-    errors: dict[str, float] = {}
-    head_order: dict[str, list[int]] = {}
-    for number in range(len(plan.merged_layers)):
-        layer = store.layer(number)
-        assert layer is not None
-        files |= store.files(layer_key(number))
-        errors |= layer.errors
-        if layer.head_order != sorted(layer.head_order):
-            head_order[layer.module] = layer.head_order
-    if store.record(TOGETHER) is not None:
-        files |= store.files(TOGETHER)
-    return PreparedLayers(files, errors, record, head_order, device)
-
-
-# From the weights alone
-
-
-def _merge_weights(plan: Plan, store: LayerStore, on_progress: OnProgress) -> None:
-    """Merge every layer by the plan's method, with one layer in memory at a time. Needs no torch.
-
-    Args:
-        plan: of method `factor`.
-        store: where merged layers go; those that it holds already are not merged again.
-        on_progress: called as each is done.
-
-    Raises:
-        NonFiniteError: a tensor holds NaN or Inf, or would hold numbers too large for its type.
-    """
-    with open_layers(plan) as read_layer:
-        for number, (layer, groups) in enumerate(plan.merged_layers):
-            record = store.layer(number)
-            if record is None:
-                tensors, record = _merged_by_weights(read_layer(layer), groups)
-                store.write(layer_key(number), tensors, asdict(record))
-            done = number + 1
-            on_progress(FitProgress(MERGING_LAYERS, done, len(plan.merged_layers), layer=record))
-
-
-def _merged_by_weights(source: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
-    """The tensors of a merged layer as they are published, and its record."""
-    limits, unmeasured = source.limits, Moments()
-    heads = source.layout.split_heads(source.tensors)
-    order = find_head_order(heads, groups, limits, unmeasured)
-    heads = reorder_heads(heads, order)
-    merged = merge_layer(heads, groups, limits, unmeasured)
-    keys, values = reconstruction_errors(heads, merged, limits, unmeasured)
-    module = source.layout.layer.module
-    errors = {f"{module}.keys": keys, f"{module}.values": values}
-    wide = {name: array.astype(np.float64) for name, array in source.tensors.items()}
-    joined = source.layout.merge_heads(merged, wide, groups)
-    return source.layout.in_result_types(joined), LayerRecord(module, errors, order.tolist())
-
-
-# On calibration data
+            return fit_checkpoint(work, store, on_progress)
 
 
 def _prepare_work(
@@ -231,8 +105,8 @@ def _prepare_work(
     tell = partial(FitProgress, MERGING_LAYERS, 0, len(plan.merged_layers))
     decisions = Decisions(**store.settle("decisions", asdict(decide(plan, options))))
     left_out = decisions.left_out(plan, options)
-    reading = f"reading the {read_kind(plan.checkpoint.config)}"
-    on_progress(tell(reading, note=_left_out_note(left_out)))
+    data = read_kind(plan.checkpoint.config)
+    on_progress(tell(f"reading the {data}", note=_left_out_note(left_out)))
     calibration = prepare_calibration(
         plan,
         options,
@@ -242,7 +116,7 @@ def _prepare_work(
     steps = decisions.last_stage_steps(plan, options)
     more = [*calibration.left_out]
     if not calibration.held_out:
-        more += _lacks_of_held_out(read_kind(plan.checkpoint.config), steps, options)
+        more += _lacks_of_held_out(data, steps, options)
         steps = 0
     record = CalibrationRecord(
         text=calibration.description,
@@ -328,9 +202,6 @@ def fit_checkpoint(
             data.
         UnsupportedFamilyError: the loaded modules' parameters are not the checkpoint's tensors.
     """
-    from gqa_convert.conversion.calibration.streams import digest_of, tokens_of
-    from gqa_convert.conversion.layers.layer_fitting import measure_divergence
-
     # what an earlier run has finished
     plan, store, held_out = work.plan, SharedStore(files), work.calibration.held_out
     later = digest_of([], [*work.calibration.fresh, *held_out])
@@ -392,12 +263,10 @@ def _load_source(work: FitWork) -> Any:
     Raises:
         OptionError: the last stage needs it in memory, where it is not.
     """
-    from gqa_convert.conversion.layers.model_loading import open_model
-
     device = chosen_device(work.options.device)
     halves = holds_halves(work.plan, device)
     folder, sharded = work.plan.checkpoint.local_folder, bool(work.record.sharded)
-    model = open_model(folder, device=device, halves=halves, sharded=sharded)
+    model = model_loading.open_model(folder, device=device, halves=halves, sharded=sharded)
     is_offloaded = any(parameter.is_meta for parameter in model.parameters())
     if work.steps and is_offloaded:
         raise OptionError(
@@ -407,14 +276,12 @@ def _load_source(work: FitWork) -> Any:
     return model
 
 
+def _precision(work: FitWork, model: Any) -> model_loading.Precision:
+    return model_loading.precision_of(work.plan, model_loading.running_device(model))
+
+
 def _fit_layers(work: FitWork, store: SharedStore, model: Any, on_progress: OnProgress) -> None:
     """Fit the layers on the batches and on beginnings of their blocks, some of them held out."""
-    from gqa_convert.conversion.calibration.streams import tokens_of
-    from gqa_convert.conversion.layers.attention_calls import beginnings
-    from gqa_convert.conversion.layers.layer_fitting import fit_layers
-    from gqa_convert.conversion.layers.model_loading import precision_of, running_device
-    from gqa_convert.conversion.layers.one_layer import FitOptions
-
     data = work.calibration
     fitted = [*data.fitted, *beginnings(data.fitted, data.batches)]
     validating = [*data.validation, *beginnings(data.validation, data.batches)]
@@ -424,7 +291,7 @@ def _fit_layers(work: FitWork, store: SharedStore, model: Any, on_progress: OnPr
         steps=steps_per_layer(work.options),
         seed=work.plan.seed,
         validation=len(validating),
-        precision=precision_of(work.plan, running_device(model)),
+        precision=_precision(work, model),
         on_host=work.decisions.on_host,
     )
     fit_layers(work.plan, store, model, [*fitted, *validating], options, on_progress)
@@ -447,22 +314,20 @@ def _train_together(
     work: FitWork, store: SharedStore, model: Any, request: JsonObject, on_progress: OnProgress
 ) -> int:
     """Train all layers together, and store them if that helped; returns the steps taken."""
-    from gqa_convert.conversion.layers import last_stage
-    from gqa_convert.conversion.layers.last_stage import LastStage, Student, train_together
-    from gqa_convert.conversion.layers.model_loading import precision_of, running_device
-
     data = work.calibration
-    precision = precision_of(work.plan, running_device(model))
+    precision = _precision(work, model)
     recompute = work.decisions.recompute
-    student = Student(work.plan, store, model, precision, recompute=recompute)
-    stage = LastStage(
+    student = last_stage.Student(work.plan, store, model, precision, recompute=recompute)
+    stage = last_stage.LastStage(
         steps=work.steps,
         seed=work.options.seed,
         least=last_stage.WORTHWHILE if work.options.kl_steps is None else 0.0,
         request=request,
     )
     learned, validation = [*data.fresh, *data.fitted], data.validation or data.fitted
-    steps, is_better = train_together(student, store, learned, validation, stage, on_progress)
+    steps, is_better = last_stage.train_together(
+        student, store, learned, validation, stage, on_progress
+    )
     if is_better:
         store.write(TOGETHER, student.tensors(), {})
     store.discard(HALFWAY)

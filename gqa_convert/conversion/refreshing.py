@@ -24,7 +24,8 @@ def refresh_modeling(folder: str | Path) -> list[str]:
     An interruption leaves files of two releases, which the next call finishes.
 
     Args:
-        folder: a result with modelling files of any releases; without modelling files, nothing is done.
+        folder: a result with modelling files of any releases; without modelling files, nothing is
+            done.
 
     Returns:
         The names of the files that were replaced.
@@ -45,7 +46,8 @@ def refresh_modeling(folder: str | Path) -> list[str]:
     for file in form.files:
         if not is_released(folder, file.name):
             raise OptionError(
-                f"{folder / file.name} is the modelling file of no release, perhaps your own, and is left as it is: "
+                f"{folder / file.name} is the modelling file of no release, perhaps your own, "
+                "and is left as it is: "
                 "convert again for the package's"
             )
     # A file that somebody has changed stays theirs in the record.

@@ -17,10 +17,10 @@ from gqa_convert.checkpoint.provenance import (
     earlier_record,
 )
 from gqa_convert.checkpoint.source import Checkpoint, download_checkpoint, open_checkpoint
-from gqa_convert.conversion.fitting import PreparedLayers, prepare_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.planning import plan_conversion
+from gqa_convert.conversion.prepared_layers import PreparedLayers, prepare_layers
 from gqa_convert.conversion.progress import OnProgress
 from gqa_convert.conversion.rewriting.source import rewritten_folder
 from gqa_convert.conversion.writing import (
@@ -191,8 +191,8 @@ def _record(
 
 
 def _files_of(source: Checkpoint, *, hash_weights: bool) -> JsonObject:
-    """The sizes of the source's files, and the hashes of those that are copied, which are small, and
-    of the weights if they are asked for.
+    """The sizes of the source's files, and the hashes of those that are copied, which are small,
+    and of the weights if they are asked for.
     """
     skipped = set(source.left_behind)
     if not hash_weights:

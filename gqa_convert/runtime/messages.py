@@ -21,3 +21,10 @@ def some(names: Sequence[str]) -> str:
     """Return the first names of a list and the number of the others, for a message."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def about(hours: float) -> str:
+    """Format an estimate of time by one digit: about 2 hours, about 40 minutes."""
+    unit, count = ("hour", hours) if hours >= 1 else ("minute", max(1.0, 60 * hours))
+    rounded = float(f"{count:.0e}")
+    return f"about {rounded:,.0f} {unit}{'' if rounded == 1 else 's'}"

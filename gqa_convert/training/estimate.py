@@ -9,7 +9,6 @@ buffers.
 
 import re
 import tempfile
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -32,6 +31,7 @@ from gqa_convert.families.loading import model_of_config, no_bars, untie
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.runtime.json_objects import Result
+from gqa_convert.runtime.speed import GPUS
 from gqa_convert.sharding import layers, number_of_shards
 from gqa_convert.training.models import (
     check_lora,
@@ -52,10 +52,6 @@ _NF4 = 0.6
 """The bytes of a parameter in 4 bits with its scales, and the share of the embeddings, which stay
 in bfloat16.
 """
-GPUS: dict[str, tuple[int, int]] = tomllib.loads(
-    Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
-)
-"""Dense bfloat16 teraflops and gigabytes of GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

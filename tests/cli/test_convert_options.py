@@ -12,9 +12,9 @@ import typer
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import caches_at_context, show_plan
 from gqa_convert.cli.convert import group_counts
+from gqa_convert.conversion.estimate import estimate_needs
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.resources import estimate_needs
 from gqa_convert.demo import CHECKPOINT as MODEL
 from tests.helpers.command_line import assert_mistake, run
 from tests.helpers.own_files import make_source
@@ -163,6 +163,7 @@ def test_plan_says_it() -> None:
     memory = r"about [\d.]+ MB of memory on cpu \(at least [\d.]+ MB, with 11.2 MB in /\S*\)"
     line = rf"^needs: +{memory}, [\d.]+ MB of disk$"
     assert re.search(line, shown.stdout, re.MULTILINE), shown.stdout
+    assert re.search(r"^takes: +about \d+ minutes? on cpu, ", shown.stdout, re.MULTILINE)
     runs = run("convert", MODEL, "--groups", "2", *options[:4], "--dry-run")
     assert re.search(
         r"^method: .*, then up to 200 steps on all layers together$", runs.stdout, re.MULTILINE
@@ -170,5 +171,5 @@ def test_plan_says_it() -> None:
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
     fields = {"work", "layers", "memory_bytes", "disk_bytes", "rewritten_bytes", "tokens", "device"}
-    fields |= {"least_memory_bytes", "offloaded_bytes", "left_out"}
+    fields |= {"least_memory_bytes", "offloaded_bytes", "left_out", "hours"}
     assert set(as_json["estimate"]) == fields

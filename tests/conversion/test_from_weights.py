@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gqa_convert.conversion import fitting
+from gqa_convert.conversion import prepared_layers
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import OutputError
@@ -40,9 +40,9 @@ def test_a_kill_between_layers(
     if seed:
         write_llama(source, arrays=llama_arrays(layers=3, seed=seed), config=config)
     made = []
-    original = fitting.merge_layer
+    original = prepared_layers.merge_layer
     monkeypatch.setattr(
-        fitting, "merge_layer", lambda *given: made.append(given) or original(*given)
+        prepared_layers, "merge_layer", lambda *given: made.append(given) or original(*given)
     )
     if not made_again:
         with pytest.raises(

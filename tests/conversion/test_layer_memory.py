@@ -75,7 +75,7 @@ def test_the_free_memory_of_a_gpu_decides_it(
     gigabytes: int, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(source)
-    kept = resources._KEPT_BYTES * resources.hidden_size_of(plan)
+    kept = resources._KEPT_BYTES * plan.hidden_size
     tokens = int(resources._KEPT_SHARE * 10**9) // kept + 1
     options = CalibrationOptions("text.txt", tokens=tokens, sequence_length=8)
     monkeypatch.setattr(resources, "free_memory", lambda _: gigabytes * 10**9)

@@ -160,8 +160,8 @@ def test_it_is_chosen_where_one_device_does_not_hold_the_stage(tmp_path: Path) -
     """Two machines with a process each, of which none has enough memory."""
     plan = make_plan(open_checkpoint(SOURCE), 3, method="fit")
     options = CalibrationOptions("python-stdlib", tokens=3072, steps=6, kl_steps=6, mix=False)
-    whole = resources._last_stage_free(plan, options, recompute=True)
-    shared = resources._sharded_free(plan, options, 2)
+    whole = resources.last_stage_free(plan, options, recompute=True)
+    shared = resources.sharded_free(plan, options, 2)
     assert shared is not None
     assert shared < whole
     machine = json.loads(IN_FLOAT32["GQA_CONVERT_MACHINE"]) | {"memory": (whole + shared) // 2}
@@ -186,15 +186,15 @@ def test_memory_is_counted_by_process(processes: int, monkeypatch: pytest.Monkey
     plan = make_plan(open_checkpoint(SOURCE), 3, method="fit")
     options = CalibrationOptions("python-stdlib", tokens=3072, sequence_length=64)
     monkeypatch.setattr(resources, "_STAGE_BASE", 0)
-    whole = resources._last_stage_free(plan, options, recompute=True)
-    needed = resources._sharded_free(plan, options, processes) or whole
+    whole = resources.last_stage_free(plan, options, recompute=True)
+    needed = resources.sharded_free(plan, options, processes) or whole
     for free in (whole, whole - 1, needed, needed - 1):
         monkeypatch.setattr(resources, "free_memory", lambda _, free=free: free)
         found = resources.decide(plan, options, processes)
         assert found.sharded is (needed <= free < whole)
         assert bool(found.no_last_stage) is (free < needed)
         assert found.recompute or free >= whole
-    two, eight = (resources._sharded_free(plan, options, each) or 0 for each in (2, 8))
+    two, eight = (resources.sharded_free(plan, options, each) or 0 for each in (2, 8))
     assert eight < two < whole
     shares = 16 * resources._trained_numbers(plan) * (1 / 2 - 1 / 8)
     weights = resources.held_bytes(plan.checkpoint, halves=False) * (1 / 2 - 1 / 8)

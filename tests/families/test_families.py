@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import (
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.console.plan import show_plan
+from gqa_convert.conversion.estimate import estimate_needs
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.resources import estimate_needs
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, GroupsError, UnsupportedFamilyError
 from gqa_convert.families.engines import LOADERS

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from tempfile import gettempdir
 
+from gqa_convert.conversion.estimate import Needs
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.resources import Needs
 from gqa_convert.families.context_length import ENCODER_POSITIONS, intended_length
 from gqa_convert.families.engines import LOADERS, same_up_to
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.runtime.json_objects import JsonObject
-from gqa_convert.runtime.messages import size
+from gqa_convert.runtime.messages import about, size
 
 from .screen import print_note, say, show_table, tokens_text
 
@@ -89,6 +89,8 @@ def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
             f"{gettempdir()})"
         )
     say(f"needs:            {memory}, {size(needs.disk_bytes)} of disk")
+    if needs.hours is not None:
+        say(f"takes:            {about(needs.hours)} on {needs.device}, by the products it makes")
     print_notes(plan, needs.left_out)
 
 

@@ -1,7 +1,8 @@
-"""From a checkpoint's config and tensor headers to a complete plan: every tensor of the result is described before the
-first byte is written.
+"""From a checkpoint's config and tensor headers to a complete plan: every tensor of the result is
+described before the first byte is written.
 
-Everything that can be refused without reading weights is refused here. The plan holds no arrays and needs no torch.
+Everything that can be refused without reading weights is refused here. The plan holds no arrays and
+needs no torch.
 """
 
 from gqa_convert.conversion.plan.layer_groups import merging_counts, spread

@@ -7,7 +7,7 @@ from itertools import chain
 from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.families.context_length import window_of
+from gqa_convert.families.context_length import HIDDEN_SIZE_KEYS, stated_count, window_of
 from gqa_convert.families.engines import computes_otherwise
 from gqa_convert.families.geometry import AttentionKind, AttentionLayer
 from gqa_convert.families.layouts import Section
@@ -31,13 +31,13 @@ _CACHES: Mapping[str, AttentionKind] = {
 class OutputFile:
     """A weight file of the result.
 
-    Tensors are named here and described by `Plan.tensors`: a description of each of a hundred thousand experts would
-    take more memory than the headers.
+    Tensors are named here and described by `Plan.tensors`: a description of each of a hundred
+    thousand experts would take more memory than the headers.
 
     Attributes:
         names: of the tensors, in the order of their bytes.
-        shard: the number of the source's file that has these tensors and no others, in the form in which they are
-            written.
+        shard: the number of the source's file that has these tensors and no others, in the form in
+            which they are written.
     """
 
     file: str
@@ -51,13 +51,14 @@ class TensorChange:
     """A tensor of the result whose K/V heads change in number, or could, or that absorbs maps.
 
     Attributes:
-        before: the shape in the source; where each head has a tensor of its own, that of the joined ones with heads
-            first.
+        before: the shape in the source; where each head has a tensor of its own, that of the joined
+            ones with heads first.
         entry: its type and shape in the result.
-        method: the method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`. Heads whose maps
-            nothing can absorb are averaged under any method, and a warning says so.
-        sources: the source's tensors with its K/V heads, joined along their first axis; more than one where each head
-            has a tensor of its own, and none where it only absorbs maps.
+        method: the method that merges its heads, or whose maps it absorbs; `repeat`; or `copy`.
+            Heads whose maps nothing can absorb are averaged under any method, and a warning says
+            so.
+        sources: the source's tensors with its K/V heads, joined along their first axis; more than
+            one where each head has a tensor of its own, and none where it only absorbs maps.
         sections: where heads lie in them.
         groups: heads of each section of the output whose heads are merged.
         transposed: whether heads lie along the second axis (Conv1D).
@@ -90,7 +91,8 @@ class Plan:
     Attributes:
         modeling: the modelling file that travels with the result; None where stock classes load it.
         layer_groups: N of each layer, by its module, in the order of the layers' numbers.
-        limits: what may be absorbed in each layer, by its module; empty for methods that do not merge whole layers.
+        limits: what may be absorbed in each layer, by its module; empty for methods that do not
+            merge whole layers.
         source_kv_heads: where the source's layers differ, of the one with the most.
         changes: in the order of the layers' numbers.
         regrouped: by name, the tensors of the result whose heads change in number.
@@ -114,7 +116,9 @@ class Plan:
     warnings: tuple[str, ...]
 
     def tensors(self, file: OutputFile) -> Iterator[tuple[str, TensorEntry]]:
-        """The names, types and shapes of the tensors of a file of the result, in the order of their bytes."""
+        """The names, types and shapes of the tensors of a file of the result, in the order of
+        their bytes.
+        """
         entries, dtypes = self.checkpoint.entries, self.checkpoint.result_dtypes
         for name in file.names:
             if name in self.regrouped:
@@ -130,7 +134,9 @@ class Plan:
 
     @property
     def stated_groups(self) -> int | list[int]:
-        """The N of all layers; where they differ, that of each layer in the order of the layers' numbers."""
+        """The N of all layers; where they differ, that of each layer in the order of the layers'
+        numbers.
+        """
         counts = list(self.layer_groups.values())
         return counts[0] if len(set(counts)) == 1 else counts
 
@@ -142,7 +148,9 @@ class Plan:
 
     @property
     def merge_method(self) -> MergeMethod:
-        """The method that applies: `copy` where no layer's count changes, `repeat` above it, else the method asked for."""
+        """The method that applies: `copy` where no layer's count changes, `repeat` above it,
+        else the method asked for.
+        """
         if self.merged_layers:
             return METHODS[self.method]
         return REPEAT if self.regrouped else COPY
@@ -155,7 +163,9 @@ class Plan:
 
     @property
     def route(self) -> str:
-        """What loads the result: stock classes (`native`), its modelling file (`own file`), or the source's own code."""
+        """What loads the result: stock classes (`native`), its modelling file (`own file`), or
+        the source's own code.
+        """
         if self.modeling:
             return "own file"
         return "native" if self.family.native or self.family.modeling else "checkpoint's own code"
@@ -173,8 +183,22 @@ class Plan:
 
     @property
     def listed_in(self) -> frozenset[str]:
-        """Further software whose list of architectures has the result's type, which was not seen to load it."""
+        """Further software whose list of architectures has the result's type, which was not seen
+        to load it.
+        """
         return frozenset(record_of(self.config).listed_in)
+
+    @property
+    def hidden_size(self) -> int:
+        """As the config has it, else the width of the first layer's queries."""
+        layer = self.layers[0]
+        stated = stated_count(self.checkpoint.config, HIDDEN_SIZE_KEYS)
+        return stated or layer.heads * layer.key_head_dim
+
+    def attention_numbers(self, layer: AttentionLayer, kv_heads: int) -> int:
+        """How many numbers the projections of a layer have, with so many K/V heads."""
+        rows = (layer.heads + kv_heads) * (layer.key_head_dim + layer.value_head_dim)
+        return rows * self.hidden_size
 
     @property
     def weight_bytes_after(self) -> int:
@@ -198,7 +222,8 @@ class Plan:
     def kv_cache_bytes(
         self, attention_kind: AttentionKind = "decoder", tokens: int = 1
     ) -> BeforeAfter:
-        """What the keys and values of all attention layers of a kind take, in the type of the projections.
+        """What the keys and values of all attention layers of a kind take, in the type of the
+        projections.
 
         Args:
             attention_kind: `decoder` for a text, `cross` for an encoder's output.
@@ -221,7 +246,9 @@ class Plan:
         return {key: both for key, both in sizes.items() if both.before}
 
     def tensor_parallel_degrees(self) -> list[int]:
-        """Degrees of tensor parallelism that split the query heads and the K/V heads of every layer evenly."""
+        """Degrees of tensor parallelism that split the query heads and the K/V heads of every
+        layer evenly.
+        """
         counts = (self.heads, *self.layer_groups.values())
         return [
             degree

@@ -1,7 +1,8 @@
-"""The arithmetic of rewritten tensors. Each function takes the type of the result and whole arrays of the source.
+"""The arithmetic of rewritten tensors. Each function takes the type of the result and whole arrays
+of the source.
 
-Shape legend: d inputs. A linear weight is [rows, d], its bias [rows]. `rows` are the numbers of those that are taken, in
-their new order.
+Shape legend: d inputs. A linear weight is [rows, d], its bias [rows]. `rows` are the numbers of
+those that are taken, in their new order.
 """
 
 from typing import Any
@@ -14,13 +15,17 @@ from gqa_convert.merging.factorisation import Array
 DType = np.dtype[Any]
 
 WIDE = {"BF16": "F32", "F16": "F32", "F32": "F64", "F64": "F64"}
-"""The type in which a tensor is held that is multiplied by another: products of two numbers are exact in it."""
+"""The type in which a tensor is held that is multiplied by another: products of two numbers are
+exact in it.
+"""
 
 _BLOCK_ROWS = 256
 
 
 def head_rows(sections: Sections) -> Array:
-    """The rows of the heads of some sections; with several, those of each head follow one another."""
+    """The rows of the heads of some sections; with several, those of each head follow one
+    another.
+    """
     taken = [row_numbers(section) for section in sections]
     return np.stack(taken, axis=1).reshape(-1)
 
@@ -39,7 +44,8 @@ def fold_gain(dtype: DType, weight: Array, gain: Array, *, rows: Array | None) -
 
 
 def fold_bias(dtype: DType, *tensors: Array, rows: Array | None) -> Array:
-    """The bias behind a norm that has lost its bias [d]: weight @ norm_bias, plus the projection's own bias if it has one.
+    """The bias behind a norm that has lost its bias [d]: weight @ norm_bias, plus the projection's
+    own bias if it has one.
 
     Products are summed pairwise in float64, so that every machine gets the same numbers.
 

@@ -20,7 +20,9 @@ _SAME_WITH = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Values of the source's config with which gpt_bigcode computes the same, which are the defaults too."""
+"""Values of the source's config with which gpt_bigcode computes the same, which are the defaults
+too.
+"""
 _DEFAULTS = {
     "initializer_range": 0.02,
     "use_cache": True,
@@ -53,7 +55,8 @@ def rewrite_gpt2(source: Checkpoint, groups: int) -> Checkpoint:
 
     Raises:
         NoStockClassError: gpt_bigcode does not compute the same.
-        ConfigError: a count is missing; or a tensor is, has another shape than the config says, or belongs to no module.
+        ConfigError: a count is missing; or a tensor is, has another shape than the config says, or
+            belongs to no module.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
     if groups != 1:

@@ -32,7 +32,9 @@ _DEFAULTS = {
 }
 """Of GPT-NeoX's config, by keys that phi has too."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-"""Kinds of rotary scaling that source and stock class compute with the same function of transformers."""
+"""Kinds of rotary scaling that source and stock class compute with the same function of
+transformers.
+"""
 
 
 def rewrite_gpt_neox(source: Checkpoint, _: int) -> Checkpoint:
@@ -40,7 +42,8 @@ def rewrite_gpt_neox(source: Checkpoint, _: int) -> Checkpoint:
 
     Raises:
         NoStockClassError: phi does not compute the same.
-        ConfigError: a count is missing; or a tensor is, has another shape than the config says, or belongs to no module.
+        ConfigError: a count is missing; or a tensor is, has another shape than the config says, or
+            belongs to no module.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
     config = _config(source.config)

@@ -66,7 +66,8 @@ class OtherForm:
         Args:
             stock: its name in the stock type.
             own: the source's module.
-            rows: the numbers of the rows of a transposed weight that are taken, in their new order; None for all.
+            rows: the numbers of the rows of a transposed weight that are taken, in their new order;
+                None for all.
             stored: the shape of the source's weight, if it is known.
             is_transposed: whether the source's weight is [in, out].
             has_bias: whether the stock class always has a bias: zeros, where the source has none.
@@ -150,7 +151,8 @@ class OtherForm:
         Args:
             config: of the stock type.
             layers: their number.
-            tokenizer_defaults: what the source's tokenizer class has by default, and that of the stock type has not.
+            tokenizer_defaults: what the source's tokenizer class has by default, and that of the
+                stock type has not.
 
         Raises:
             ConfigError: a tensor of the source is left over.
@@ -160,7 +162,8 @@ class OtherForm:
         for name in self._entries:
             if name not in taken and not name.endswith(_UNUSED):
                 raise ConfigError(
-                    f"tensor {name} does not belong to a {own} checkpoint with {layers} layers: the config and the "
+                    f"tensor {name} does not belong to a {own} checkpoint with {layers} "
+                    "layers: the config and the "
                     "weights do not belong together"
                 )
         shards = [
@@ -168,7 +171,10 @@ class OtherForm:
             for shard, entries in zip(self._source.shards, self._files, strict=True)
             if entries
         ]
-        note = f"the source, a {own}, is rewritten as a {config['model_type']}, which computes the same (--no-native keeps {own})"
+        note = (
+            f"the source, a {own}, is rewritten as a {config['model_type']}, which computes the "
+            f"same (--no-native keeps {own})"
+        )
         return replace(
             self._source,
             config=config,
@@ -190,7 +196,8 @@ class OtherForm:
         found = self._entries[name][1].shape
         if expected not in (None, found):
             raise ConfigError(
-                f"tensor {name} has shape {list(found)}, expected {list(expected or ())}: the config and the weights do not "
+                f"tensor {name} has shape {list(found)}, expected {list(expected or ())}: the "
+                "config and the weights do not "
                 "belong together"
             )
         return found
@@ -208,20 +215,23 @@ class OtherForm:
         *,
         is_product: bool = False,
     ) -> None:
-        """Add a tensor in the file and the type of the first of its sources, behind those added before.
+        """Add a tensor in the file and the type of the first of its sources, behind those added
+        before.
 
         Args:
             name: in the stock type.
             shape: there.
             sources: the tensors of the source that it is computed from.
             compute: None if it has the bytes of the one source.
-            is_product: whether numbers are multiplied, which takes a wider type until the result is written.
+            is_product: whether numbers are multiplied, which takes a wider type until the result is
+                written.
         """
         number, entry = self._entries[sources[0]]
         dtype = entry.dtype
         if compute is not None and dtype not in arrays.WIDE:
             raise UnsupportedFormatError(
-                f"{sources[0]} has type {dtype}, which can't be rewritten: save the model in one float type"
+                f"{sources[0]} has type {dtype}, which can't be rewritten: save the model in "
+                "one float type"
             )
         if is_product:
             dtype = arrays.WIDE[dtype]

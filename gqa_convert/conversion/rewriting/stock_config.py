@@ -6,58 +6,17 @@ from collections.abc import Mapping, Sequence
 from gqa_convert.errors import ConfigError
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
-_DROPPED = frozenset(
-    [
-        "_attn_implementation",
-        "_from_model_config",
-        "activation_function",
-        "add_cross_attention",
-        "architectures",
-        "attention_bias",
-        "attention_dropout",
-        "attn_implementation",
-        "attn_pdrop",
-        "classifier_dropout",
-        "embd_pdrop",
-        "head_dim",
-        "hidden_act",
-        "hidden_dropout",
-        "hidden_size",
-        "intermediate_size",
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "max_position_embeddings",
-        "model_type",
-        "n_ctx",
-        "n_embd",
-        "n_head",
-        "n_inner",
-        "n_layer",
-        "n_positions",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "partial_rotary_factor",
-        "qk_layernorm",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "rotary_emb_base",
-        "rotary_pct",
-        "scale_attn_by_inverse_layer_idx",
-        "scale_attn_weights",
-        "sliding_window",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "use_bias",
-        "use_parallel_residual",
-    ]
-)
+_DROPPED = """
+_attn_implementation _from_model_config activation_function add_cross_attention architectures
+attention_bias attention_dropout attn_implementation attn_pdrop classifier_dropout embd_pdrop
+head_dim hidden_act hidden_dropout hidden_size intermediate_size layer_norm_eps layer_norm_epsilon
+max_position_embeddings model_type n_ctx n_embd n_head n_inner n_layer n_positions
+num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor qk_layernorm
+reorder_and_upcast_attn resid_pdrop rope_parameters rope_scaling rope_theta rotary_emb_base
+rotary_pct scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_bias
+use_parallel_residual
+"""
 """Keys that mean nothing, or something else, in a stock type; all that it reads is written anew."""
 
 
@@ -70,7 +29,9 @@ class NoStockClassError(Exception):
 
 
 def refused_value(key: str, value: object) -> NoStockClassError:
-    """The error for a config value with which the source computes something that the stock class does not."""
+    """The error for a config value with which the source computes something that the stock class
+    does not.
+    """
     return NoStockClassError(
         f"{key} = {value!r}, with which no stock class is known to compute the same"
     )
@@ -101,7 +62,8 @@ def read_entries(config: Config, counts: Sequence[str], defaults: JsonObject) ->
 def stock_config(
     config: Config, stock: str, classes: Mapping[str, str], entries: JsonObject, tokenizer: str
 ) -> JsonObject:
-    """The stock type's config. Keys that belong neither to the source's type nor to the stock type's are copied.
+    """The stock type's config. Keys that belong neither to the source's type nor to the stock
+    type's are copied.
 
     Args:
         config: the source's.
@@ -118,7 +80,9 @@ def stock_config(
         raise NoStockClassError(
             f"architectures = {stated!r}, and {stock} stands for {' or '.join(classes)}"
         )
-    result = {key: copy.deepcopy(value) for key, value in config.items() if key not in _DROPPED}
+    dropped = _DROPPED.split()
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    result = copy.deepcopy(kept)
     result |= {"architectures": [classes[stated[0]]], "model_type": stock} | entries
     result["tokenizer_class"] = config.get("tokenizer_class") or tokenizer
     dtype = config.get("dtype", config.get("torch_dtype"))
