@@ -1,1 +1,3 @@
-"""Measurements that take minutes or hours; docs/results and docs/results/README.md show what they found."""
+"""Measurements that take minutes or hours; docs/results and docs/results/README.md show what
+they found.
+"""

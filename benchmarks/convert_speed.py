@@ -1,11 +1,13 @@
 """Conversion against `cp -r` of the same folder: time and memory of whole commands.
 
-    python benchmarks/convert_speed.py --layers 4 --rounds 10 --output docs/results/convert-2gb-warm.json    (2 GB)
-    python benchmarks/convert_speed.py --layers 32 --rounds 3 --output docs/results/convert-13gb.json   (13 GB)
+    python benchmarks/convert_speed.py --layers 4 --rounds 10 --output
+    docs/results/convert-2gb-warm.json    (2 GB) python benchmarks/convert_speed.py --layers 32
+    --rounds 3 --output docs/results/convert-13gb.json   (13 GB)
 
-Every round runs each contender once, in an order that alternates, from a warm and from a cold page cache; every file is
-on the disk before the clock stops, `cp`'s too. The figure to read is the ratio within a round: absolute times mean
-nothing on a shared machine. Modules are compiled beforehand, as they are after an installation.
+Every round runs each contender once, in an order that alternates, from a warm and from a cold page
+cache; every file is on the disk before the clock stops, `cp`'s too. The figure to read is the ratio
+within a round: absolute times mean nothing on a shared machine. Modules are compiled beforehand, as
+they are after an installation.
 """
 
 import argparse
@@ -31,8 +33,8 @@ KEYS = ("cache", "round", "name")
 
 
 def measure(command: list[str]) -> dict[str, float]:
-    """What a command took: seconds of time and of processors, bytes that it read from the disk and handed to it or to the
-    page cache, and the largest anonymous memory of its process.
+    """What a command took: seconds of time and of processors, bytes that it read from the disk and
+    handed to it or to the page cache, and the largest anonymous memory of its process.
     """
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -115,7 +117,10 @@ def main() -> None:
     pairs = list(itertools.product(arguments.cache, commands))
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "machine": (
+            f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python "
+            f"{platform.python_version()}"
+        ),
         "load_average": os.getloadavg()[0],
         "source_bytes": nbytes,
         "ratios_to_cp": {f"{cache} gqa-convert": ratios(runs, cache) for cache in arguments.cache},
@@ -129,7 +134,9 @@ def main() -> None:
 
 
 def ratios(runs: list[dict[str, Any]], cache: str) -> dict[str, float]:
-    """Minimum, median and maximum over the rounds of gqa-convert's time divided by cp's in the same round."""
+    """Minimum, median and maximum over the rounds of gqa-convert's time divided by cp's in the
+    same round.
+    """
     seconds = {(run["round"], run["name"]): run["seconds"] for run in runs if run["cache"] == cache}
     values = [
         seconds[number, "gqa-convert"] / seconds[number, "cp"]

@@ -1,9 +1,11 @@
-"""How well models copy what they have read, which small ones can that answer no questions about facts.
+"""How well models copy what they have read, which small ones can that answer no questions about
+facts.
 
     python -m benchmarks.copying OUT.json --text TEXT SOURCE CONVERTED ...
 
-A span of the text is read, then others, then the span again. The figure is the share of the tokens of the second span that
-are the model's likeliest, behind its first `WARM` tokens, which show where it is copied from.
+A span of the text is read, then others, then the span again. The figure is the share of the tokens
+of the second span that are the model's likeliest, behind its first `WARM` tokens, which show where
+it is copied from.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """Measures on one GPU, in some minutes, what is claimed or estimated for GPUs.
 
-    python benchmarks/gpu.py --folder DISK --output docs/results/gpu.json
-    python benchmarks/gpu.py --folder DISK --small            (tiny models: whether the script works, on a CPU too)
+    python benchmarks/gpu.py --folder DISK --output docs/results/gpu.json python benchmarks/gpu.py
+    --folder DISK --small            (tiny models: whether the script works, on a CPU too)
 
-What can be is measured on the command line itself, in processes of their own. Weights are random, which makes a model no
-easier to compute. A part or a command that fails leaves its error in the result, and the next one runs.
+What can be is measured on the command line itself, in processes of their own. Weights are random,
+which makes a model no easier to compute. A part or a command that fails leaves its error in the
+result, and the next one runs.
 """
 
 import argparse
@@ -71,8 +72,9 @@ def run(settings: Settings, *command: str | Path) -> dict[str, Any]:
     """Run a command of gqa-convert.
 
     Returns:
-        `seconds` from its start to its end; `peak_gb`, the most memory of the GPU in use beyond what was in use before,
-        or on a CPU the largest resident size; `result`, its JSON; and `error` where it failed.
+        `seconds` from its start to its end; `peak_gb`, the most memory of the GPU in use beyond
+        what was in use before, or on a CPU the largest resident size; `result`, its JSON; and
+        `error` where it failed.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
         before = used_bytes()
@@ -138,9 +140,11 @@ def make_source(folder: Path, *, layers: int, hidden: int) -> Path:
 
 
 def measure_attention(settings: Settings) -> list[dict[str, Any]]:
-    """Milliseconds of one call in a decoding step of 32 query heads of 128 in bfloat16, on 4,096 keys.
+    """Milliseconds of one call in a decoding step of 32 query heads of 128 in bfloat16, on 4,096
+    keys.
 
-    `gqa` is this package's function, `sdpa` torch's with `enable_gqa`, and `repeated` torch's on repeated heads.
+    `gqa` is this package's function, `sdpa` torch's with `enable_gqa`, and `repeated` torch's on
+    repeated heads.
     """
     found = []
     for batch in (1,) if settings.small else (1, 32):
@@ -157,7 +161,9 @@ def measure_attention(settings: Settings) -> list[dict[str, Any]]:
 
 
 def time_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of each way to compute attention of queries [b, H, 1, c], keys and values [b, N, k, c]."""
+    """Milliseconds of each way to compute attention of queries [b, H, 1, c], keys and values [b,
+    N, k, c].
+    """
     sdpa = torch.nn.functional.scaled_dot_product_attention
     repeats = query.shape[1] // key.shape[1]
 
@@ -209,7 +215,9 @@ def measure_decoding(settings: Settings) -> dict[str, Any]:
 
 
 def measure_uptraining(settings: Settings) -> dict[str, Any]:
-    """Tokens per second and memory of `uptrain` with the source as teacher, beside the memory that it estimates."""
+    """Tokens per second and memory of `uptrain` with the source as teacher, beside the memory
+    that it estimates.
+    """
     layers, hidden, groups = (2, 512, 1) if settings.small else (8, 2048, 4)
     steps, length, batch = (3, 64, 2) if settings.small else (20, 2048, 4)
     source = make_source(settings.folder / "source", layers=layers, hidden=hidden)
@@ -253,7 +261,9 @@ def measure_uptraining(settings: Settings) -> dict[str, Any]:
 
 
 def steps_taken(metrics: Path) -> dict[str, Any]:
-    """The median rate of the second half of a run's steps, and the most memory that torch had allocated."""
+    """The median rate of the second half of a run's steps, and the most memory that torch had
+    allocated.
+    """
     if not metrics.is_file():
         return {}
     lines = [json.loads(line) for line in metrics.open()]
@@ -269,7 +279,9 @@ def steps_taken(metrics: Path) -> dict[str, Any]:
 
 
 def measure_fit(settings: Settings) -> dict[str, Any]:
-    """`fit` of the bundled model, proved by `verify`, and of one layer of Llama-2-7B's shapes; beside their estimates."""
+    """`fit` of the bundled model, proved by `verify`, and of one layer of Llama-2-7B's shapes;
+    beside their estimates.
+    """
     text: list[str | Path] = ["--calibration", "python-stdlib"]
     if settings.small:
         text += ["--calibration-tokens", "1k", "--fit-steps", "2"]
@@ -306,7 +318,8 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
 
 
 def measure_last_stage(settings: Settings) -> dict[str, Any]:
-    """The last stage of `fit` on a whole model of Llama-2-7B's shapes, and what its dry run estimates.
+    """The last stage of `fit` on a whole model of Llama-2-7B's shapes, and what its dry run
+    estimates.
 
     Layers are merged in closed form, on little text, since only the stage behind them is measured.
     """
@@ -341,7 +354,9 @@ def measure_last_stage(settings: Settings) -> dict[str, Any]:
 
 
 def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str, Any]:
-    """`fit` of a layer without the last stage, in this process: the seconds of each stage and torch's peak of memory."""
+    """`fit` of a layer without the last stage, in this process: the seconds of each stage and
+    torch's peak of memory.
+    """
     stages: dict[str, float] = {}
     stage, began = "starting", time.perf_counter()
 

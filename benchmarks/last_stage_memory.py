@@ -1,4 +1,5 @@
-"""The memory that the last stage of `fit` takes on a CPU beside the weights of its source, against what is estimated.
+"""The memory that the last stage of `fit` takes on a CPU beside the weights of its source, against
+what is estimated.
 
     python -m benchmarks.last_stage_memory
 

@@ -1,13 +1,15 @@
-"""Does the suite notice? Changes the package in one place after another, and counts the changes that a test catches.
+"""Does the suite notice? Changes the package in one place after another, and counts the changes
+that a test catches.
 
     pip install coverage
     python -m benchmarks.mutations touch --folder FOLDER
     python -m benchmarks.mutations run --folder FOLDER
 
-`touch` copies the checkout into FOLDER and runs the tests there once, noting the lines that each test executes. `run`
-draws places from the copy's merging, conversion, verify, training, data and losses, equally many from each, and runs
-for each of them the tests that execute its line, the fastest first, until one fails. A line that no test executes in
-its own process has the tests of its package's folder. Tests that failed in `touch` are left out.
+`touch` copies the checkout into FOLDER and runs the tests there once, noting the lines that each
+test executes. `run` draws places from the copy's merging, conversion, verify, training, data and
+losses, equally many from each, and runs for each of them the tests that execute its line, the
+fastest first, until one fails. A line that no test executes in its own process has the tests of its
+package's folder. Tests that failed in `touch` are left out.
 """
 
 import argparse
@@ -35,7 +37,10 @@ COUNT = 20
 LIMIT = 60
 """Seconds of tests for each place."""
 PYTEST = ["-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
-PAIRS = "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Add, FloorDiv Mult, Div Mult, And Or"
+PAIRS = (
+    "Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot, Add Sub, Mult Add, FloorDiv Mult, Div Mult, "
+    "And Or"
+)
 """Operators, by the names of `ast`, of which one takes the place of the other."""
 SWAPS: dict[type, Any] = {}
 for pair in PAIRS.split(", "):
@@ -70,7 +75,9 @@ def mutate(node: Any) -> str | None:
 
 
 def candidates(folder: Path, package: str) -> Iterator[dict[str, Any]]:
-    """Every place that can be changed: its file, the number of its node, its line and the line's text."""
+    """Every place that can be changed: its file, the number of its node, its line and the line's
+    text.
+    """
     for path in sorted((folder / "gqa_convert" / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         nodes: list[Any] = list(ast.walk(ast.parse(text)))
@@ -87,7 +94,9 @@ def candidates(folder: Path, package: str) -> Iterator[dict[str, Any]]:
 
 
 class Recorder:
-    """A plugin of pytest: tells coverage which test runs, and writes down how long it took and whether it passed."""
+    """A plugin of pytest: tells coverage which test runs, and writes down how long it took and
+    whether it passed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,7 +160,9 @@ def tests_of(
 
 
 def noticed_by(copy: Path, tests: list[str]) -> str | None:
-    """Run tests in a fork, which has the large libraries: the test that fails, "time" or "collection"; None if all pass."""
+    """Run tests in a fork, which has the large libraries: the test that fails, "time" or
+    "collection"; None if all pass.
+    """
     chosen, results = copy / "chosen.txt", copy / "results.jsonl"
     chosen.write_text("\n".join(tests))
     results.write_text("")
@@ -181,7 +192,9 @@ def identity(place: dict[str, Any]) -> tuple[str, ...]:
 
 
 def draw(copy: Path, given: Path | None) -> list[dict[str, Any]]:
-    """Places, equally many of each package in turn; or those of an earlier result that the copy still has."""
+    """Places, equally many of each package in turn; or those of an earlier result that the copy
+    still has.
+    """
     every = {package: list(candidates(copy, package)) for package in PACKAGES}
     if given is None:
         samples = [random.Random(name).sample(share, COUNT) for name, share in every.items()]

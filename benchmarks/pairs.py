@@ -2,10 +2,11 @@
 
     python -m benchmarks.pairs FOLDER --output docs/results/pairs.json
 
-A small T5 learns to write numbers in digits ("three hundred and five" -> "3 0 5") beside T5's span corruption of lines that
-state both, as an instructed T5 has learned tasks after its pretraining. Its 12 K/V heads are then merged into fewer, with
-the same numbers as pairs, as running text, and as inputs that the source answers. Judged by numbers that neither has seen:
-exact answers, loss, and the divergence from the source.
+A small T5 learns to write numbers in digits ("three hundred and five" -> "3 0 5") beside T5's span
+corruption of lines that state both, as an instructed T5 has learned tasks after its pretraining.
+Its 12 K/V heads are then merged into fewer, with the same numbers as pairs, as running text, and as
+inputs that the source answers. Judged by numbers that neither has seen: exact answers, loss, and
+the divergence from the source.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Measurements on the disk: commands of gqa-convert, and one JSON file that grows cell by cell, so that a killed
-measurement loses only the cell it was at.
+"""Measurements on the disk: commands of gqa-convert, and one JSON file that grows cell by cell, so
+that a killed measurement loses only the cell it was at.
 """
 
 import json
@@ -18,8 +18,8 @@ Cell = dict[str, Any]
 
 
 def gqa_convert(*words: str | Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """The JSON of a command of gqa-convert, and the minutes that it took: `minutes` of wall time, and `core_minutes` of
-    all cores together. What it says goes to this process's stderr.
+    """The JSON of a command of gqa-convert, and the minutes that it took: `minutes` of wall time,
+    and `core_minutes` of all cores together. What it says goes to this process's stderr.
     """
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "gqa_convert", *map(str, words), "--json"]

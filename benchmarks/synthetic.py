@@ -1,4 +1,6 @@
-"""Checkpoints of any size with the shapes of a Llama-2 model: real headers and configs, cheap finite weights."""
+"""Checkpoints of any size with the shapes of a Llama-2 model: real headers and configs, cheap
+finite weights.
+"""
 
 import json
 import os
@@ -20,10 +22,11 @@ def make_llama(
     heads: int = 32,
     deviation: float = 1.0,
 ) -> int:
-    """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers in files of 5 GB; returns its bytes of weights.
+    """Write a bf16 Llama-2-7B-shaped checkpoint with `layers` layers in files of 5 GB; returns its
+    bytes of weights.
 
-    The deviation is that of the matrices: with 1.0 attention sees one token each, and numbers grow. Norms have weights of
-    1.
+    The deviation is that of the matrices: with 1.0 attention sees one token each, and numbers grow.
+    Norms have weights of 1.
     """
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],

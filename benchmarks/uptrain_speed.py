@@ -1,13 +1,13 @@
-"""Tokens per second of `gqa-convert uptrain`, beside a bare loop in plain torch on the same model, text lengths and
-optimizer.
+"""Tokens per second of `gqa-convert uptrain`, beside a bare loop in plain torch on the same model,
+text lengths and optimizer.
 
     python benchmarks/uptrain_speed.py --output docs/results/uptrain-cpu.json
     python benchmarks/uptrain_speed.py --processes 2
 
-Every round runs the command and the bare loop once, in an order that alternates, each in processes of its own. A run's
-figure is the median over its steps without the first three. The figure to read is the ratio within a round, as a median
-with its range. The bare loop does nothing but forward, cross-entropy, backward, clipping and step, on tensors that are
-there already.
+Every round runs the command and the bare loop once, in an order that alternates, each in processes
+of its own. A run's figure is the median over its steps without the first three. The figure to read
+is the ratio within a round, as a median with its range. The bare loop does nothing but forward,
+cross-entropy, backward, clipping and step, on tensors that are there already.
 """
 
 import argparse
@@ -36,7 +36,9 @@ WARM_UP = 3
 
 
 def make_model(folder: Path) -> None:
-    """Write a random Llama of the bundled model's size with 12 query heads and 3 K/V heads, and text for it."""
+    """Write a random Llama of the bundled model's size with 12 query heads and 3 K/V heads, and
+    text for it.
+    """
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 192,

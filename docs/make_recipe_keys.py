@@ -1,5 +1,5 @@
-"""Writes the tables of recipe keys in uptraining-reference.md from the keys' declarations. With --check: says whether they are
-up to date.
+"""Writes the tables of recipe keys in uptraining-reference.md from the keys' declarations. With
+--check: says whether they are up to date.
 """
 
 import re

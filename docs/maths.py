@@ -1,5 +1,5 @@
-"""A hook of mkdocs: formulas as MathML, which browsers draw without scripts or fonts of their own; GitHub reads the
-same notation.
+"""A hook of mkdocs: formulas as MathML, which browsers draw without scripts or fonts of their own;
+GitHub reads the same notation.
 """
 
 import html

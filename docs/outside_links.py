@@ -1,4 +1,5 @@
-"""A hook of mkdocs: files of the repository that a page links to come into the site, below `repository/`.
+"""A hook of mkdocs: files of the repository that a page links to come into the site, below
+`repository/`.
 
 On the disk such a link is a relative path that leads out of docs/, which mkdocs can't follow.
 """
@@ -51,8 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _in_repository(page: str, target: str) -> str:
-    """The path in the repository of what a page of the site links to; a page on the shelf has its place in the
-    repository.
+    """The path in the repository of what a page of the site links to; a page on the shelf has its
+    place in the repository.
     """
     home = page.removeprefix(f"{SHELF}/") if page.startswith(f"{SHELF}/") else f"docs/{page}"
     return posixpath.normpath(posixpath.join(posixpath.dirname(home), target))

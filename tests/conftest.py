@@ -22,15 +22,16 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be set before anything
-# imports torch, and subprocesses inherit it.
+# Two workers share the machine's cores, and tiny models gain nothing from threads. This has to be
+# set before anything imports torch, and subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hundreds of processes import the package, and would spend most of that time on compiling it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP, for all children: tests send both.
+# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP, for all children:
+# tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -39,7 +40,9 @@ EXPECTED_SKIPS = (
     "only root may mount file systems",
     "tmpfs can't be mounted here",
 )
-"""How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another reason is a failure."""
+"""How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another
+reason is a failure.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,7 +60,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_finish() -> None:
-    """Evaluations and benchmarks collect garbage, which need not be sought among all modules and tests each time."""
+    """Evaluations and benchmarks collect garbage, which need not be sought among all modules and
+    tests each time.
+    """
     gc.freeze()
 
 
@@ -73,7 +78,9 @@ def environment_restored() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["fast bfloat16", "slow bfloat16"])
 def fast_bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the processor has instructions for bfloat16: what depends on it is tested under both answers."""
+    """Whether the processor has instructions for bfloat16: what depends on it is tested under
+    both answers.
+    """
     monkeypatch.setenv(STATED, json.dumps({"bfloat16": request.param}))
     return bool(request.param)
 
@@ -96,7 +103,9 @@ def modeling_files_registered() -> None:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Makes a tiny checkpoint of a type, or of another name, by a function, once with the same options; treat it as read-only."""
+    """Makes a tiny checkpoint of a type, or of another name, by a function, once with the same
+    options; treat it as read-only.
+    """
     made: dict[str, Path] = {}
 
     def make(function: Callable[..., Path], kind: str, **options: Any) -> Path:

@@ -8,9 +8,10 @@ The folder (`--folder`) contains the models and the text, which are made once:
     python -m benchmarks.real.make_source smollm2 FOLDER/smollm2
     python -m benchmarks.real.text FOLDER/smollm2 FOLDER/text
 
-Each cell is a conversion and its scores by `gqa-convert evaluate`: loss and divergence from the source by kind of text
-and window length, and retrieval of facts. What the output has already is not measured again, so a killed command
-resumes when it is repeated. `python -m benchmarks.real.report` writes the tables of docs/results/README.md.
+Each cell is a conversion and its scores by `gqa-convert evaluate`: loss and divergence from the
+source by kind of text and window length, and retrieval of facts. What the output has already is not
+measured again, so a killed command resumes when it is repeated. `python -m benchmarks.real.report`
+writes the tables of docs/results/README.md.
 """
 
 import argparse
@@ -38,8 +39,8 @@ METHODS: dict[str, list[str]] = {
     "fit": ["--calibration"],
     "budget": ["--kv-budget", "47%", "--calibration"],
 }
-"""The rows of the comparison, by the options of `convert`; those that end in `--calibration` get text, and all but that
-with a budget `GROUPS`.
+"""The rows of the comparison, by the options of `convert`; those that end in `--calibration` get
+text, and all but that with a budget `GROUPS`.
 """
 
 

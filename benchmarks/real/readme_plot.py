@@ -1,8 +1,10 @@
-"""The README's plot: held-out loss against the K/V cache of a token, for the source and what `convert` makes of it.
+"""The README's plot: held-out loss against the K/V cache of a token, for the source and what
+`convert` makes of it.
 
     python -m benchmarks.real.readme_plot [FOLDER]
 
-Writes `real-loss-light.svg` and `real-loss-dark.svg`, for light and for dark backgrounds. Needs matplotlib.
+Writes `real-loss-light.svg` and `real-loss-dark.svg`, for light and for dark backgrounds. Needs
+matplotlib.
 """
 
 import json
@@ -41,7 +43,9 @@ THEMES = {
 
 
 def draw(data: dict[str, Any], colours: dict[str, str]) -> Figure:
-    """One panel per kind of text, with losses in windows of 512 tokens; the cache shrinks from left to right."""
+    """One panel per kind of text, with losses in windows of 512 tokens; the cache shrinks from
+    left to right.
+    """
     cells = [cell for cell in data["cells"] if cell["model"] == "smollm2"]
     caches = [3 * BYTES_PER_HEAD, BYTES_PER_HEAD]
     figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="none")

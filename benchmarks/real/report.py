@@ -2,7 +2,8 @@
 
     python -m benchmarks.real.report
 
-What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew; the rest of the page stays.
+What lies between `<!-- begin NAME -->` and `<!-- end NAME -->` is written anew; the rest of the
+page stays.
 """
 
 import json
@@ -22,7 +23,9 @@ Rows = dict[str, list[Cell]]
 
 
 def rows(data: Data, model: str) -> Rows:
-    """The cells of all seeds by method, in the order of methods, with the calibration text beside it."""
+    """The cells of all seeds by method, in the order of methods, with the calibration text
+    beside it.
+    """
     found: Rows = {}
     for method in METHODS:
         for cell in data["cells"]:
@@ -73,7 +76,9 @@ def results_table(source: Cell, found: Rows) -> str:
 
 
 def loss_and_gap(source: Cell, cells: list[Cell], pooled: list[Cell] | None, kind: str) -> str:
-    """The source's loss, the mean over seeds, and the share of mean pooling's gap that is closed."""
+    """The source's loss, the mean over seeds, and the share of mean pooling's gap that is
+    closed.
+    """
     (before,) = values([source], kind, "512", "loss")
     text = f"{before:.3f} -> {statistics.mean(values(cells, kind, '512', 'loss')):.3f}"
     if pooled is None or cells is pooled:
@@ -83,7 +88,9 @@ def loss_and_gap(source: Cell, cells: list[Cell], pooled: list[Cell] | None, kin
 
 
 def found_and_recovery(source: Cell, cells: list[Cell]) -> str:
-    """The shares of facts that source and result find over all lengths and seeds, and the second over the first."""
+    """The shares of facts that source and result find over all lengths and seeds, and the second
+    over the first.
+    """
     before, after = (
         [length["found"] for cell in each for length in cell.get("retrieval", {}).values()]
         for each in ([source], cells)
@@ -91,7 +98,10 @@ def found_and_recovery(source: Cell, cells: list[Cell]) -> str:
     if not before or not after:
         return ""
     recovered = statistics.mean(after) / statistics.mean(before)
-    return f"{100 * statistics.mean(before):.0f}% -> {100 * statistics.mean(after):.0f}%, recovery {100 * recovered:.0f}%"
+    return (
+        f"{100 * statistics.mean(before):.0f}% -> {100 * statistics.mean(after):.0f}%, recovery "
+        f"{100 * recovered:.0f}%"
+    )
 
 
 def windows_table(source: Cell, found: Rows) -> str:

@@ -1,8 +1,9 @@
-"""How long hidden states are behind each layer, in a source and in its results: at the first position, where some models
-have a massive state, the attention sink, and on average at all others.
+"""How long hidden states are behind each layer, in a source and in its results: at the first
+position, where some models have a massive state, the attention sink, and on average at all others.
 
-    python -m benchmarks.real.sink --data TEXT.jsonl --output docs/results/sink.json SOURCE RESULT [RESULT ...]
-    python -m benchmarks.real.sink --plot docs/results/sink.svg --output docs/results/sink.json
+    python -m benchmarks.real.sink --data TEXT.jsonl --output docs/results/sink.json SOURCE RESULT
+    [RESULT ...] python -m benchmarks.real.sink --plot docs/results/sink.svg --output
+    docs/results/sink.json
 
 The output keeps what other commands measured, so that models come one after the other.
 """
@@ -26,7 +27,9 @@ LENGTH = 1024
 
 
 def lengths(model: Any, blocks: torch.Tensor) -> dict[str, list[float]]:
-    """Average lengths behind each decoder layer: of the states at the `first` positions, and of all `others`."""
+    """Average lengths behind each decoder layer: of the states at the `first` positions, and of
+    all `others`.
+    """
     first: list[float] = []
     others: list[float] = []
 
@@ -45,7 +48,9 @@ def lengths(model: Any, blocks: torch.Tensor) -> dict[str, list[float]]:
 
 
 def draw(sources: dict[str, dict[str, Any]], out: Path) -> None:
-    """For each source how long its states are by layer, and the first position's in its results, as a share of that."""
+    """For each source how long its states are by layer, and the first position's in its results,
+    as a share of that.
+    """
     figure = Figure(figsize=(9, 3.2 * len(sources)), layout="constrained", facecolor="white")
     for (name, models), (left, right) in zip(
         sources.items(), figure.subplots(len(sources), 2, squeeze=False), strict=True

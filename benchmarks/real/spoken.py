@@ -3,7 +3,8 @@
     python -m benchmarks.real.spoken /tmp/whisper/held-out --sentences 200 --held-out
     python -m benchmarks.real.spoken /tmp/whisper/calibration --sentences 400
 
-The folder follows the convention of `datasets`: WAV files, and metadata.jsonl with `file_name` and `text`.
+The folder follows the convention of `datasets`: WAV files, and metadata.jsonl with `file_name` and
+`text`.
 """
 
 import argparse
@@ -20,7 +21,9 @@ VOICES = ("en-us", "en-gb", "en-us+f3", "en-gb+m3", "en-gb-scotland")
 _WORDS = range(8, 29)
 """How many words a sentence has."""
 _SENTENCE = re.compile(r"[A-Z][A-Za-z ,;'-]+\.")
-"""Sentences that are spoken as they are written: without digits, abbreviations and names of files."""
+"""Sentences that are spoken as they are written: without digits, abbreviations and names of
+files.
+"""
 
 
 def sentences(held_out: bool, seed: int) -> Iterator[str]:

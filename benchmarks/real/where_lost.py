@@ -1,15 +1,18 @@
-"""Where a converted model loses what its source finds: one layer at a time is exchanged between the two.
+"""Where a converted model loses what its source finds: one layer at a time is exchanged between the
+two.
 
-    python -m benchmarks.real.where_lost SOURCE CONVERTED OUT.json [--parts keys values] [--by answers] [--device cuda]
-    python -m benchmarks.real.where_lost SOURCE CONVERTED OUT.json --parts layer --by answers records prose --restore 6
-    python -m benchmarks.real.where_lost --plot OUT.json where-lost.svg
+    python -m benchmarks.real.where_lost SOURCE CONVERTED OUT.json [--parts keys values] [--by
+    answers] [--device cuda] python -m benchmarks.real.where_lost SOURCE CONVERTED OUT.json --parts
+    layer --by answers records prose --restore 6 python -m benchmarks.real.where_lost --plot
+    OUT.json where-lost.svg
 
-Of each layer the keys (with the queries that they were fitted to: a head's pattern), the values (with the output
-projection: its content) or both are restored in the converted model, or merged in the source. Each time one takes the
-negative log-likelihood of the answers to the questions of `evaluate --retrieval`, in nats per answer, or the divergence from
-the source on blocks of made-up records or of prose, in nats per token. Both models are of one stock type; the merged K/V
-heads are repeated, so that both have the source's shapes. The output is written after each exchange, and a command that
-was killed goes on when it is repeated.
+Of each layer the keys (with the queries that they were fitted to: a head's pattern), the values
+(with the output projection: its content) or both are restored in the converted model, or merged in
+the source. Each time one takes the negative log-likelihood of the answers to the questions of
+`evaluate --retrieval`, in nats per answer, or the divergence from the source on blocks of made-up
+records or of prose, in nats per token. Both models are of one stock type; the merged K/V heads are
+repeated, so that both have the source's shapes. The output is written after each exchange, and a
+command that was killed goes on when it is repeated.
 """
 
 import argparse
@@ -44,7 +47,9 @@ Score = Callable[[Any], list[float]]
 
 
 def repeated(merged: Mapping[str, Tensor], source: Mapping[str, Tensor], head_dim: int) -> Weights:
-    """Merged weights in the source's shapes: each K/V head stands in the place of all that it replaces."""
+    """Merged weights in the source's shapes: each K/V head stands in the place of all that it
+    replaces.
+    """
     found = {}
     for name, weights in merged.items():
         if weights.shape != source[name].shape:
@@ -98,7 +103,9 @@ def answer_losses(model: Any, tokenizer: Any, text: RetrievalText) -> list[float
 
 
 def divergences(model: Any, source: list[Tensor], blocks: Tensor) -> list[float]:
-    """KL(source || model) of each block, in nats per token, from the source's log-probabilities [L, vocabulary]."""
+    """KL(source || model) of each block, in nats per token, from the source's log-probabilities
+    [L, vocabulary].
+    """
     found = []
     with torch.inference_mode():
         for block, wanted in zip(blocks, source, strict=True):
@@ -149,7 +156,8 @@ def _exchanged(model: Any, changed: Weights, score: Score) -> list[float]:
 def restore(
     model: Any, source: Weights, count: int, score: Score, alone: Mapping[str, list[float]]
 ) -> list[Any]:
-    """So many layers restored one after the other, each time the one that leaves least; with what is left.
+    """So many layers restored one after the other, each time the one that leaves least; with what
+    is left.
 
     Args:
         model: the converted one.
@@ -201,7 +209,9 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], out: Path) -> None:
-    """A panel for each score of whole layers: what restoring a layer takes away, and what merging it alone adds."""
+    """A panel for each score of whole layers: what restoring a layer takes away, and what
+    merging it alone adds.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")

@@ -1,10 +1,12 @@
-"""What merging the decoder of a model that hears loses: Whisper base, whose 8 K/V heads become 4, 2 and 1.
+"""What merging the decoder of a model that hears loses: Whisper base, whose 8 K/V heads become 4, 2
+and 1.
 
-    python -m benchmarks.real.whisper --source openai/whisper-base --folder FOLDER [--groups 2 1] [--seeds 0 1]
+    python -m benchmarks.real.whisper --source openai/whisper-base --folder FOLDER [--groups 2 1]
+    [--seeds 0 1]
 
-FOLDER gets the spoken sentences and the results; what it and the output hold is not made again, and a killed command
-resumes when it is repeated. Each seed of calibration has sentences of its own. The table goes into
-docs/results/README.md.
+FOLDER gets the spoken sentences and the results; what it and the output hold is not made again, and
+a killed command resumes when it is repeated. Each seed of calibration has sentences of its own. The
+table goes into docs/results/README.md.
 """
 
 import argparse

@@ -37,11 +37,13 @@ def benchmark(
     ),
     revision: Revision = None,
 ) -> None:
-    """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V heads.
+    """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V
+    heads.
 
-    MODEL runs in transformers with its own weights at its own number of K/V heads. For every other number, a version with
-    the shapes of a converted model runs with random keys and values, on which time does not depend. The versions take
-    turns, so that a machine whose speed drifts favours none of them.
+    MODEL runs in transformers with its own weights at its own number of K/V heads. For every other
+    number, a version with the shapes of a converted model runs with random keys and values, on
+    which time does not depend. The versions take turns, so that a machine whose speed drifts
+    favours none of them.
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """

@@ -128,5 +128,8 @@ def test_tables() -> None:
 
 
 def test_the_text_of_a_page() -> None:
-    page = "<head><title>t</title></head><nav>menu</nav><h1>A &amp; B</h1><p>one\n <b>two</b></p><script>x<y</script><li>three"
+    page = (
+        "<head><title>t</title></head><nav>menu</nav><h1>A &amp; B</h1><p>one\n "
+        "<b>two</b></p><script>x<y</script><li>three"
+    )
     assert page_text(page) == "A & B\n\none two\n\nthree"

@@ -173,7 +173,9 @@ def test_blocks_come_from_all_over_the_text(
 def test_further_blocks_do_not_change_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many the last stage asks for, layers are fitted on the same blocks of a text that is read in part."""
+    """However many the last stage asks for, layers are fitted on the same blocks of a text that
+    is read in part.
+    """
     model, path = (
         model_of(tmp_path / "model", CAUSAL),
         written(tmp_path / "a.jsonl", documents(3000)),
@@ -212,7 +214,9 @@ def test_the_four_streams_have_no_block_in_common(
 def test_a_large_text_is_thinned_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filler: int
 ) -> None:
-    """Only documents that are kept are tokenised; where rows hold other fields beside the text, more of them are."""
+    """Only documents that are kept are tokenised; where rows hold other fields beside the text,
+    more of them are.
+    """
     model, found = model_of(tmp_path / "model", CAUSAL), documents(3000)
     path = written(tmp_path / "a.jsonl", found, other=filler * "x")
     monkeypatch.setattr(texts, "_WHOLE", 1000)

@@ -1,5 +1,5 @@
-"""What plan refuses of a checkpoint's names and shapes, held against what transformers misses when it loads the same
-files.
+"""What plan refuses of a checkpoint's names and shapes, held against what transformers misses when
+it loads the same files.
 """
 
 import copy
@@ -24,7 +24,10 @@ from tests.helpers.selection import slow_but
 from tests.helpers.tiny import make_checkpoint
 
 _TWICE = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-PLAIN = "llama llama4_text phi3 nemotron_h zamba2 gemma3n_text dbrx t5 bart opt gpt_neox falcon bloom mpt"
+PLAIN = (
+    "llama llama4_text phi3 nemotron_h zamba2 gemma3n_text dbrx t5 bart opt gpt_neox falcon bloom "
+    "mpt"
+)
 """The last layers of gemma3n_text use others' keys and values."""
 CASES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN.split()} | {
     "jamba": {"num_hidden_layers": 4},
@@ -34,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {name: {} for name in PLAIN.split()} | {
     "recurrent_gemma": {"num_hidden_layers": 4},
     "gpt2": {"add_cross_attention": True},
 }
-"""Model types that keep their layers in different places, with and without layers that have no attention, and config
-values.
+"""Model types that keep their layers in different places, with and without layers that have no
+attention, and config values.
 """
 
 
@@ -53,7 +56,9 @@ class Case:
 
     @property
     def layers(self) -> tuple[str, int]:
-        """The config key of the number of layers, or of a list with an entry for each, and that number."""
+        """The config key of the number of layers, or of a list with an entry for each, and that
+        number.
+        """
         key = next(key for key in self.family.layers[0][1] if key in self.config)
         return key, self.config[key] if isinstance(self.config[key], int) else len(self.config[key])
 
@@ -146,7 +151,8 @@ CHANGES: dict[str, Callable[[Case], None]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_plan_refuses_what_transformers_misses(change: str, case: Case, tmp_path: Path) -> None:
     if change == "shorter" and case.model_type == "gemma3n_text":
-        change = "nothing"  # its embeddings have columns for each layer, so that it has no layers to spare
+        # its embeddings have columns for each layer, so that it has no layers to spare
+        change = "nothing"
     changed = copy.deepcopy(case)
     CHANGES[change](changed)
     (tmp_path / "config.json").write_text(json.dumps(changed.config))

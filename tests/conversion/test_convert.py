@@ -1,4 +1,6 @@
-"""What a conversion writes: identity, repetition, the writer's bytes, provenance, index and refusals of weights."""
+"""What a conversion writes: identity, repetition, the writer's bytes, provenance, index and
+refusals of weights.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,6 @@
-"""What a conversion does where no method is named: the text it measures on, and when it falls back to mean pooling."""
+"""What a conversion does where no method is named: the text it measures on, and when it falls
+back to mean pooling.
+"""
 
 import json
 import shutil

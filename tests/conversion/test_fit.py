@@ -1,5 +1,5 @@
-"""Calibrated merging: what is fitted is exact where it can be, equals its own expansion, and survives kills and poor
-text.
+"""Calibrated merging: what is fitted is exact where it can be, equals its own expansion, and
+survives kills and poor text.
 """
 
 import gc
@@ -79,8 +79,8 @@ EVERY_RUN = ("llama", "gpt2", "bloom", "olmo2", "t5")
 
 @pytest.mark.parametrize("name", slow_but(EVERY_RUN, CASES))
 def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, tmp_path: Path) -> None:
-    """Every layer of random heads; the source's model with the result's numbers, heads repeated, computes what the
-    result computes.
+    """Every layer of random heads; the source's model with the result's numbers, heads repeated,
+    computes what the result computes.
     """
     case = folded.build(name)
     source, out, groups = (
@@ -89,7 +89,8 @@ def test_the_result_is_its_own_expansion_and_beats_the_mean(name: str, tmp_path:
         3 + CASES.index(name) % 2,
     )
     records, *_ = fitted(source, out, groups, batches=batches_for(case.model, count=16))
-    # on held-out tokens; behind the first layer, the output misses the errors of the layers below as well
+    # on held-out tokens; behind the first layer, the output misses the errors of the layers below
+    # as well
     assert all(0 < output(record) < 1 and record.error_vs_mean < 1 for record in records)
     assert records[0].error_vs_mean < 0.8
     result = case.load(out)
@@ -117,7 +118,9 @@ def test_heads_that_differ_by_maps_merge_without_loss(name: str, tmp_path: Path)
 def test_an_installed_layer_computes_what_its_repeated_tensors_do(
     name: str, tmp_path: Path
 ) -> None:
-    """Rows gathered, or outputs repeated, in torch; and rows repeated in numpy by the layout's code."""
+    """Rows gathered, or outputs repeated, in torch; and rows repeated in numpy by the layout's
+    code.
+    """
     case = folded.build(name)
     checkpoint = open_checkpoint(case.save(tmp_path / "source"))
     finder = AttentionFinder(checkpoint, FAMILIES[case.model_type])
@@ -210,7 +213,9 @@ def test_errors_count_by_their_weights() -> None:
 def test_an_error_in_a_massive_state_counts_by_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token's embedding is a hundred times as long as all others, and so is every state that it enters."""
+    """One token's embedding is a hundred times as long as all others, and so is every state that
+    it enters.
+    """
     case = folded.build("llama")
     embeddings = case.model.get_input_embeddings().weight
     embeddings.data[7] *= 100 * embeddings.data.norm(dim=-1).median() / embeddings.data[7].norm()
@@ -414,7 +419,9 @@ def test_weights_on_the_disk_change_nothing(
 def test_killed_it_goes_on_to_the_bytes_of_a_straight_run(
     kl_steps: int, killed_at: str, finished: int, small: Path, text: Path, tmp_path: Path
 ) -> None:
-    """Layers that are done are not made again, whatever the last stage is to do now, and leave no trace in the end."""
+    """Layers that are done are not made again, whatever the last stage is to do now, and leave
+    no trace in the end.
+    """
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 
     def options(kl_steps: int) -> ConversionOptions:

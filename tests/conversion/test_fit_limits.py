@@ -1,5 +1,5 @@
-"""Fitting at its limits: what makes large layers cheap changes nothing, and full disks and memories are told in one
-line.
+"""Fitting at its limits: what makes large layers cheap changes nothing, and full disks and memories
+are told in one line.
 """
 
 import errno

@@ -29,8 +29,8 @@ convert_checkpoint(sys.argv[1], sys.argv[2], 3, ConversionOptions(method="factor
 def test_a_kill_between_layers(
     groups: int, seed: int, made_again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next run goes on where it was killed if it is for the same of an unchanged source, and refuses to begin anew if
-    not.
+    """The next run goes on where it was killed if it is for the same of an unchanged source, and
+    refuses to begin anew if not.
     """
     source, out, config = tmp_path / "source", tmp_path / "out", {"num_hidden_layers": 3}
     write_llama(source, arrays=llama_arrays(layers=3), config=config)

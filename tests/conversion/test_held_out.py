@@ -1,4 +1,6 @@
-"""What decides, and what only measures: validation among whole blocks, and a divergence on text that decided nothing."""
+"""What decides, and what only measures: validation among whole blocks, and a divergence on text
+that decided nothing.
+"""
 
 import re
 from pathlib import Path
@@ -98,7 +100,9 @@ def test_the_divergence_is_that_of_the_published_bytes(
 def test_text_that_is_held_out_decides_nothing(
     kl_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a strength nor whether the last stage is worth its time or helped; nor is anything trained on it."""
+    """Neither a strength nor whether the last stage is worth its time or helped; nor is anything
+    trained on it.
+    """
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
     monkeypatch.setattr(last_stage, "RATE", 2e-2)
@@ -141,6 +145,9 @@ def test_where_nothing_is_left_to_hold_out_no_figure_is_given(small: Path, tmp_p
     assert shown.returncode == 0, shown.stderr
     assert "KL divergence" not in shown.stdout
     assert re.search(
-        "left out: the last stage.*; and the divergence from the source, because the layers use all of the text",
+        (
+            "left out: the last stage.*; and the divergence from the source, because the layers "
+            "use all of the text"
+        ),
         shown.stderr,
     )

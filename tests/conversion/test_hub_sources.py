@@ -1,4 +1,6 @@
-"""Sources as the Hub has them: planned, converted, verified, fitted, and loaded with transformers."""
+"""Sources as the Hub has them: planned, converted, verified, fitted, and loaded with
+transformers.
+"""
 
 import json
 from collections.abc import Callable

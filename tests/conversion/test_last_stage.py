@@ -1,5 +1,5 @@
-"""The stage that trains all layers together: what it says of its result is true of the result, and it is done whole or
-not at all.
+"""The stage that trains all layers together: what it says of its result is true of the result, and
+it is done whole or not at all.
 """
 
 from contextlib import nullcontext
@@ -38,7 +38,9 @@ def llama(tmp_path: Path) -> Path:
 def test_the_result_diverges_as_little_as_is_said(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The converted checkpoint, loaded by itself, on the text that was held out; and it is still its own expansion."""
+    """The converted checkpoint, loaded by itself, on the text that was held out; and it is still
+    its own expansion.
+    """
     monkeypatch.setattr(last_stage, "RATE", 2e-3)
     case = folded.build(name)
     source = case.save(tmp_path / "source")

@@ -1,4 +1,6 @@
-"""Different numbers of K/V heads in different layers: what is merged where, what is refused, and what verify proves."""
+"""Different numbers of K/V heads in different layers: what is merged where, what is refused, and
+what verify proves.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""The walk computes what ordinary calls of two independent models compute, for every type of model."""
+"""The walk computes what ordinary calls of two independent models compute, for every type of
+model.
+"""
 
 import copy
 import re
@@ -110,7 +112,9 @@ def check(case: str, *, encoder: bool = False) -> None:
 
 
 TIED = ("zamba", "zamba2", "zamba2, no rotary")
-"""Types whose layers share the weights of one attention module, which the walk replaces in the first of them alone."""
+"""Types whose layers share the weights of one attention module, which the walk replaces in the
+first of them alone.
+"""
 TWO_WIDTHS = ("gemma4_text",)  # tested with its record
 EVERY_RUN = (
     "gpt2, cross-attention",
@@ -146,7 +150,9 @@ PLACES = {
 
 @pytest.mark.parametrize("case", PLACES)
 def test_the_residual_stream_is_found(case: str) -> None:
-    """Behind attention or a parallel MLP; a norm between attention and the sum leaves the contribution itself."""
+    """Behind attention or a parallel MLP; a norm between attention and the sum leaves the
+    contribution itself.
+    """
     options = {"residual_multiplier": 0.5} if case == "granite" else {}
     built = build(case, **options)
     model, names = built.model.requires_grad_(False), list(built.parts(built.model, built.kv_heads))

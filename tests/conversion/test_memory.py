@@ -98,7 +98,9 @@ def test_what_is_needed_does_not_depend_on_what_is_free(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_memory_for_what_is_trained_is_asked_for(name: str, tmp_path: Path) -> None:
-    """What is trained with its gradients and moments, and the weights that fused projections run with."""
+    """What is trained with its gradients and moments, and the weights that fused projections run
+    with.
+    """
     case = folded.build(name)
     source = case.save(tmp_path / "source")
     plan, batches = plan_of(source), batches_for(case.model)

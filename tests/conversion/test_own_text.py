@@ -1,4 +1,6 @@
-"""Text of the source's own as a source of text: generated once, and then read like the same text in a file."""
+"""Text of the source's own as a source of text: generated once, and then read like the same text
+in a file.
+"""
 
 import json
 import shutil

@@ -45,7 +45,9 @@ def bart(tmp_path: Path) -> Path:
 def write(
     path: Path, count: int, names: tuple[str, str] = ("source", "target")
 ) -> list[tuple[str, str]]:
-    """Pairs whose target is the source backwards; each begins and ends with two words that tell which one it is."""
+    """Pairs whose target is the source backwards; each begins and ends with two words that tell
+    which one it is.
+    """
     random = np.random.default_rng(0)
     pairs = []
     for number in range(count):

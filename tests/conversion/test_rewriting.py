@@ -1,8 +1,8 @@
-"""Sources that are rewritten before they are converted compute what they computed: GPT-NeoX and GPT-2 against their own
-classes.
+"""Sources that are rewritten before they are converted compute what they computed: GPT-NeoX and
+GPT-2 against their own classes.
 
-The tests of verify hold more: half precision, names and buffers of older releases, tokenizers, and every tensor of a
-result.
+The tests of verify hold more: half precision, names and buffers of older releases, tokenizers, and
+every tensor of a result.
 """
 
 import copy
@@ -33,7 +33,9 @@ from tests.helpers.tiny import HEADS
 WIDTH, HIDDEN = 8, 96
 STOCK = ConversionOptions(method="mean", native=True)
 FOLDED = 5e-5
-"""How far logits may lie apart where norms are folded into projections, as a share of their spread."""
+"""How far logits may lie apart where norms are folded into projections, as a share of their
+spread.
+"""
 
 
 def rewritten(source: Path, folder: Path, **options: Any) -> Checkpoint:
@@ -100,7 +102,9 @@ def build(name: str) -> Case:
 
 @pytest.mark.parametrize("name", slow_but(("neox", "neox, yarn", "gpt2"), CASES))
 def test_decoders(name: str, tmp_path: Path) -> None:
-    """With all heads and with merged ones, which replace those of the source's own class in the reference."""
+    """With all heads and with merged ones, which replace those of the source's own class in the
+    reference.
+    """
     case = build(name)
     source, out, groups = (
         case.save(tmp_path / "source"),
@@ -253,7 +257,9 @@ def test_damaged_sources(
 def test_a_fit_that_was_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers are those of the source, although the rewritten source lies in another folder each time."""
+    """Its layers are those of the source, although the rewritten source lies in another folder
+    each time.
+    """
     case = build("neox")
     source = case.save(tmp_path / "source")
     calibrate_on(batches_for(case.model), monkeypatch)

@@ -1,5 +1,5 @@
-"""A conversion that several processes share: the same decisions and the same result as by one, and one message where it
-fails.
+"""A conversion that several processes share: the same decisions and the same result as by one, and
+one message where it fails.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Stretched blocks: spans that return, and positions that skip as every rotary model of transformers reads them."""
+"""Stretched blocks: spans that return, and positions that skip as every rotary model of
+transformers reads them.
+"""
 
 import numpy as np
 import pytest

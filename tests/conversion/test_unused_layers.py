@@ -1,4 +1,6 @@
-"""Layers that transformers leaves out, such as those for multi-token prediction behind a decoder."""
+"""Layers that transformers leaves out, such as those for multi-token prediction behind a
+decoder.
+"""
 
 import shutil
 from pathlib import Path

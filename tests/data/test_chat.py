@@ -25,9 +25,9 @@ from tests.helpers.data_helpers import evaluation_blocks
 from tests.helpers.uptrain_runs import DEMO
 
 STRICT = (
-    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}"
-    + PLAIN
-)
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% "
+    "endif %}"
+) + PLAIN
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""What a text's tokens are: no special tokens from raw text, dates of chat templates, the beginning of text."""
+"""What a text's tokens are: no special tokens from raw text, dates of chat templates, the
+beginning of text.
+"""
 
 import json
 from datetime import datetime
@@ -20,7 +22,8 @@ from tests.helpers.data_helpers import DEMO, demo_tokenizer, span_tokenizer
 
 MESSAGES = [{"role": "user", "content": "why?"}]
 DATED = (
-    "\n{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y (%-d.%-m.%y, %A)') %}{% endif %}\n\n"
+    "\n{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y (%-d.%-m.%y, "
+    "%A)') %}{% endif %}\n\n"
     "{{ date }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 )
 

@@ -1,4 +1,6 @@
-"""Folders of data as people have them: which files are read, and that those which are not are named."""
+"""Folders of data as people have them: which files are read, and that those which are not are
+named.
+"""
 
 import gzip
 import json

@@ -1,4 +1,6 @@
-"""Causal blocks: every token is predicted once in each epoch, in an order of permutations and mixtures."""
+"""Causal blocks: every token is predicted once in each epoch, in an order of permutations and
+mixtures.
+"""
 
 from collections import Counter
 
@@ -31,7 +33,9 @@ def samples_of(
     complete: bool = True,
     available: int | None = None,
 ) -> Samples:
-    """Samples of the tokens 2..size + 1, each of which says where it stands; of a stream if there is a window."""
+    """Samples of the tokens 2..size + 1, each of which says where it stands; of a stream if
+    there is a window.
+    """
     tokens = array_tokens(
         np.arange(2, size + 2)[:available],
         is_stream=window is not None,
@@ -58,7 +62,9 @@ def test_each_token_but_the_first_is_predicted_once_per_epoch(
 def test_a_stream_is_shuffled_within_windows_first(
     size: int, length: int, window: int, count: int
 ) -> None:
-    """What comes later in a stream changes no sample, and no sample needs what is not said to be needed."""
+    """What comes later in a stream changes no sample, and no sample needs what is not said to be
+    needed.
+    """
     blocks = -(-size // length)
     whole = samples_of(size, length, window=window)
     batch = whole.batch(range(blocks))

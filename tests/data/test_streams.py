@@ -159,6 +159,7 @@ def test_commits_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     with pytest.raises(
         DataError,
-        match=r"the Hub could not be reached to look for a dataset of this name \(ConnectionError: no route to host\)",
+        match=r"the Hub could not be reached to look for a dataset of this name "
+        r"\(ConnectionError: no route to host\)",
     ):
         hub.commit_of("org/some", None)

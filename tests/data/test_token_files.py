@@ -1,4 +1,6 @@
-"""Token files: found again by what determines them, the same by any number of processes, and continued after a kill."""
+"""Token files: found again by what determines them, the same by any number of processes, and
+continued after a kill.
+"""
 
 import errno
 import fcntl
@@ -238,7 +240,9 @@ def opened(path: Path, cache: Path, **settings: Any) -> Samples:
 
 
 def build(said: Connection, path: Path, cache: Path) -> None:
-    """Open samples; say "tokenised" at every step of the work, which is slow, and at the end which samples they are."""
+    """Open samples; say "tokenised" at every step of the work, which is slow, and at the end
+    which samples they are.
+    """
 
     def progress(*_: Any) -> None:
         said.send("tokenised")

@@ -29,7 +29,9 @@ def oracle(
 def distance_bias(
     heads: int, queries: int, keys: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """[1, heads, queries, keys]: minus the distance of a key, times a slope for each head, as in ALiBi."""
+    """[1, heads, queries, keys]: minus the distance of a key, times a slope for each head, as in
+    ALiBi.
+    """
     slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=dtype)
     distances = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
     return (slopes[:, None, None] * distances.clamp(max=0))[None]

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from gqa_convert.demo import CHECKPOINT
 
-CHAT = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</{{ message['role'] }}>\n{% endfor %}"
+CHAT = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</{{ "
+    "message['role'] }}>\n{% endfor %}"
+)
 
 
 def with_chat_template(folder: Path) -> Path:

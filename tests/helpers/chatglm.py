@@ -45,7 +45,9 @@ def write_source(folder: Path) -> dict[str, Tensor]:
 
 
 def rotate(states: Tensor) -> Tensor:
-    """Rotate the first half of each head's dimensions, in interleaved pairs. [heads, length, WIDTH]."""
+    """Rotate the first half of each head's dimensions, in interleaved pairs. [heads, length,
+    WIDTH].
+    """
     rotated = WIDTH // 2
     frequencies = 10000.0 ** -(torch.arange(0, rotated, 2).double() / rotated)
     angles = torch.arange(states.shape[1]).double()[:, None] * frequencies
@@ -61,8 +63,8 @@ def rotate(states: Tensor) -> Tensor:
 
 
 def reference(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
-    """Compute logits [length, VOCAB] in float64. Each of the K/V groups serves HEADS / groups consecutive
-    query heads.
+    """Compute logits [length, VOCAB] in float64. Each of the K/V groups serves HEADS / groups
+    consecutive query heads.
     """
     groups = config["multi_query_group_num"]
     weights = {

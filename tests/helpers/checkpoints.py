@@ -1,5 +1,5 @@
-"""Small Llama checkpoints written with numpy and safetensors alone, and ways to compare folders. No two counts
-coincide.
+"""Small Llama checkpoints written with numpy and safetensors alone, and ways to compare folders. No
+two counts coincide.
 """
 
 import contextlib

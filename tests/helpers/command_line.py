@@ -21,7 +21,8 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS`, which begin with `-m MODULE` or `-c CODE`.
 
-    It is a new interpreter only where a variable differs from the suite's that a library may read while it is imported.
+    It is a new interpreter only where a variable differs from the suite's that a library may read
+    while it is imported.
 
     Args:
         arguments: what follows `python`.

@@ -37,7 +37,9 @@ def word_tokenizer(names: list[str], **special: str | None) -> Any:
 
 
 def span_tokenizer(sentinels: int = 100, eos: str | None = "</s>") -> Any:
-    """Words w0, w1, ... and sentinels as T5 has them, the first one last; the word w0 is the token 3."""
+    """Words w0, w1, ... and sentinels as T5 has them, the first one last; the word w0 is the
+    token 3.
+    """
     names = [
         "<pad>",
         "</s>",

@@ -1,5 +1,5 @@
-"""A folder in which the commands of the documentation can be typed as they stand: what they name is there, only
-smaller.
+"""A folder in which the commands of the documentation can be typed as they stand: what they name is
+there, only smaller.
 """
 
 import argparse

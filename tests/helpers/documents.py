@@ -23,7 +23,9 @@ _LAUNCHERS = ("-m", "gqa_convert")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: the line on which its text begins, its language ("indented" if it is no fence), its text."""
+    """A code block: the line on which its text begins, its language ("indented" if it is no
+    fence), its text.
+    """
 
     line: int
     language: str

@@ -1,8 +1,8 @@
 """What a model computes, measured through transformers alone.
 
-Run as a program, this file stands for a machine without gqa-convert: it can't import the project, and answers one
-request after another, since importing torch and transformers takes seconds. `Elsewhere` is its other end. Requests are
-lines of JSON, answers files.
+Run as a program, this file stands for a machine without gqa-convert: it can't import the project,
+and answers one request after another, since importing torch and transformers takes seconds.
+`Elsewhere` is its other end. Requests are lines of JSON, answers files.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ NEW_TOKENS = 4
 
 
 def batch(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Arguments of a forward pass over a batch with padding, and the mask of the tokens whose logits count."""
+    """Arguments of a forward pass over a batch with padding, and the mask of the tokens whose
+    logits count.
+    """
     config, generator = model.config, torch.Generator().manual_seed(1)
     if not config.is_encoder_decoder:
         given = {"input_ids": PADDED, "attention_mask": PADDED_MASK}
@@ -80,7 +82,9 @@ def cache_name(model: nn.Module) -> str:
 
 @torch.no_grad()
 def logits_in_parts(model: nn.Module) -> torch.Tensor:
-    """Return the same logits from two passes, the second of which adds several tokens to a cache."""
+    """Return the same logits from two passes, the second of which adds several tokens to a
+    cache.
+    """
     given, mask = batch(model)
     tokens, padding = "input_ids", "attention_mask"
     if model.config.is_encoder_decoder:
@@ -105,8 +109,8 @@ def logits_in_parts(model: nn.Module) -> torch.Tensor:
 
 
 def generate(model: nn.Module, **options: Any) -> Any:
-    """The output of `generate` for a batch with padding. No token comes twice, so that the most likely one can't hide
-    the others.
+    """The output of `generate` for a batch with padding. No token comes twice, so that the most
+    likely one can't hide the others.
     """
     given = {
         name: tensor for name, tensor in batch(model)[0].items() if not name.startswith("decoder_")
@@ -154,7 +158,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def attentions(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Attention weights [layers, tokens, heads, keys] of the tokens that count, for a model with eager attention."""
+    """Attention weights [layers, tokens, heads, keys] of the tokens that count, for a model with
+    eager attention.
+    """
     given, mask = batch(model)
     output = model(**given, output_attentions=True, use_cache=False)
     kinds = {"self": "decoder_attentions" if model.config.is_encoder_decoder else "attentions"}
@@ -184,8 +190,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def first_output(model: nn.Module, missing: list[str]) -> torch.Tensor:
-    """What a model for any task gives first, for sequences with the same number of ends; parameters that lacked a
-    tensor are set.
+    """What a model for any task gives first, for sequences with the same number of ends; parameters
+    that lacked a tensor are set.
     """
     for name in missing:
         parameter = model.get_parameter(name)
@@ -210,8 +216,8 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def measure(model: nn.Module, ways: list[str]) -> dict[str, Any]:
-    """Logits at once and in parts, cached heads, generated tokens; a measurement that fails leaves its trace in its
-    place.
+    """Logits at once and in parts, cached heads, generated tokens; a measurement that fails leaves
+    its trace in its place.
     """
     return {
         "logits": attempt(lambda: logits(model)),
@@ -267,9 +273,10 @@ def measure_folder(request: dict[str, Any]) -> dict[str, Any]:
     """What the model in a folder computes.
 
     Args:
-        request: `folder`; `auto`, the auto class that loads it; `ways` to generate; `thorough`, whether to measure
-            attention weights, training and other ways to load too; `saved`, what was saved and loaded again too; `autos`,
-            further auto classes to load with; `compiled`, torch.compile too.
+        request: `folder`; `auto`, the auto class that loads it; `ways` to generate; `thorough`,
+            whether to measure attention weights, training and other ways to load too; `saved`, what
+            was saved and loaded again too; `autos`, further auto classes to load with; `compiled`,
+            torch.compile too.
     """
     auto, folder = getattr(transformers, request["auto"]), request["folder"]
 

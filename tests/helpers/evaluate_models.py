@@ -45,7 +45,9 @@ def t5(folder: Path) -> Path:
 
 
 def bart(folder: Path) -> Path:
-    """An encoder-decoder without sentinels, whose decoder begins with end-of-text, and that knows 20 positions."""
+    """An encoder-decoder without sentinels, whose decoder begins with end-of-text, and that
+    knows 20 positions.
+    """
     sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 20}
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     tokens = {"bos_token_id": 1, "decoder_start_token_id": 1, "forced_eos_token_id": 1}
@@ -55,8 +57,8 @@ def bart(folder: Path) -> Path:
 def constant(
     folder: Path, tokens: Sequence[str], log_probabilities: Sequence[float], bos: str | None = None
 ) -> Path:
-    """A model that always predicts the same distribution, with a tokenizer that cuts text into runs of the tokens'
-    length.
+    """A model that always predicts the same distribution, with a tokenizer that cuts text into runs
+    of the tokens' length.
     """
     length = len(next(token for token in tokens if token != bos))
     tokenizer = Tokenizer(

@@ -1,5 +1,5 @@
-"""An engine for tests of check-serving: it repeats the answer that the environment names, right or with one thing
-wrong.
+"""An engine for tests of check-serving: it repeats the answer that the environment names, right or
+with one thing wrong.
 """
 
 import os

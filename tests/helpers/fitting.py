@@ -63,8 +63,8 @@ def fit(
     steps: int = 8,
     **options: Any,
 ) -> tuple[list[LayerRecord], int, Divergence | None]:
-    """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless it is asked to take
-    some; and the divergence before and after it, None without held-out batches.
+    """Fit a plan's layers on the CPU: the record of each; the steps of the last stage, none unless
+    it is asked to take some; and the divergence before and after it, None without held-out batches.
     """
     calibration = Calibration(list(batches), 0, "", "", held_out=list(held_out), fresh=list(fresh))
     asked = CalibrationOptions(
@@ -126,7 +126,9 @@ def fitted(
     kl_steps: int = 0,
     **options: Any,
 ) -> tuple[list[LayerRecord], int, Divergence]:
-    """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out too."""
+    """Convert a checkpoint that has no tokenizer, as `fit` does; the first batch is held out
+    too.
+    """
     plan = plan_of(source, groups, **options)
     batches = batches or batches_for(open_model(source))
     held_out = (fresh or batches)[:1]

@@ -1,7 +1,8 @@
-"""Sources whose K/V heads are images of one another by maps that attention can absorb, for every family.
+"""Sources whose K/V heads are images of one another by maps that attention can absorb, for every
+family.
 
-How heads lie in the parameters, which of their rows are rotated and which folding constraints hold is written here
-and in `folding_facts.yaml` anew, for transformers' classes.
+How heads lie in the parameters, which of their rows are rotated and which folding constraints hold
+is written here and in `folding_facts.yaml` anew, for transformers' classes.
 """
 
 from dataclasses import dataclass, field
@@ -43,16 +44,19 @@ SOME = (*native.REPRESENTATIVE, *_FACTS["some"])
 """Cases that differ in the layout of heads, in their rotary dimensions or in what can be folded."""
 
 ATTENTION = names(
-    "self_attn attn mixer temporal_block attention self_attention crossattention SelfAttention EncDecAttention encoder_attn "
+    "self_attn attn mixer temporal_block attention self_attention crossattention "
+    "SelfAttention EncDecAttention encoder_attn "
     "cross_attention cross_attn"
 )
 
 Parts = dict[tuple[str, str], list[Tensor]]
-"""By role and kind, a view of each head: [head_dim, hidden_size] of a weight, [head_dim] of a bias."""
+"""By role and kind, a view of each head: [head_dim, hidden_size] of a weight, [head_dim] of a
+bias.
+"""
 
 EXACT = 3e-5
-"""How far equal models may lie apart in float32, as a share of the logits' spread: T5's are 2.2e-5 apart on a processor
-without AVX-512.
+"""How far equal models may lie apart in float32, as a share of the logits' spread: T5's are 2.2e-5
+apart on a processor without AVX-512.
 """
 
 
@@ -111,8 +115,8 @@ class Case:
         )
 
     def parts(self, model: nn.Module, kv_heads: int, *, blocks: bool = False) -> dict[str, Parts]:
-        """The projections of every attention module, and gains of keys that each head has for itself; `blocks` where a fused
-        projection is [q | k | v].
+        """The projections of every attention module, and gains of keys that each head has for
+        itself; `blocks` where a fused projection is [q | k | v].
         """
         blocks = blocks or self.blocks
         found: dict[str, Parts] = {}
@@ -154,8 +158,8 @@ class Case:
 
 
 def cut(rows: Tensor, heads: int, kv_heads: int, layout: str) -> dict[str, list[Tensor]]:
-    """The heads of a fused projection: [q | k | v]; per K/V head its queries, key and value; or four times [q | v |
-    k].
+    """The heads of a fused projection: [q | k | v]; per K/V head its queries, key and value; or
+    four times [q | v | k].
     """
     if layout == "blocks":
         views = list(rows.unflatten(0, (heads + 2 * kv_heads, -1)))
@@ -210,8 +214,8 @@ def pool(case: Case, groups: int, *, strided: bool = False) -> nn.Module:
 
 
 class Maps:
-    """Random maps by which heads of a group may differ: none squeezes a head by more than four, so that float32 stays
-    exact.
+    """Random maps by which heads of a group may differ: none squeezes a head by more than four, so
+    that float32 stays exact.
     """
 
     def __init__(self) -> None:
@@ -232,7 +236,9 @@ class Maps:
         return left * self._sizes(width) @ right
 
     def turning(self, width: int, rotated: int, layout: str) -> Tensor:
-        """A complex number for each pair of the first rows, a matrix for the rest. [width, width]."""
+        """A complex number for each pair of the first rows, a matrix for the rest. [width,
+        width].
+        """
         result = torch.zeros(width, width, dtype=torch.float64)
         rows = torch.arange(rotated)
         real, imaginary = (
@@ -251,8 +257,8 @@ class Maps:
 
 @torch.no_grad()
 def tie(case: Case, groups: int) -> Case:
-    """Make the K/V heads of each group of neighbours images of its first one, by every map that the family's attention can
-    absorb; equal where something stands in the way.
+    """Make the K/V heads of each group of neighbours images of its first one, by every map that the
+    family's attention can absorb; equal where something stands in the way.
     """
     maps = Maps()
     blocked = {"key": case.keys_blocked, "value": case.values_blocked, "gain": True}
@@ -277,7 +283,9 @@ def tie(case: Case, groups: int) -> Case:
 
 @torch.no_grad()
 def placed(case: Case, result: nn.Module, groups: int) -> nn.Module:
-    """The source's model with the numbers of a result, each K/V head as often as there were heads in its group."""
+    """The source's model with the numbers of a result, each K/V head as often as there were
+    heads in its group.
+    """
     found = dict(result.named_parameters())
     for name, parameter in case.model.named_parameters():
         if name in found and found[name].shape == parameter.shape:

@@ -1,4 +1,5 @@
-"""Processes that begin as forks of one that has imported the large libraries, so that none spends seconds on that.
+"""Processes that begin as forks of one that has imported the large libraries, so that none spends
+seconds on that.
 
 Each has its own working directory, streams, signals and exit code.
 """
@@ -20,7 +21,9 @@ CONTEXT.set_forkserver_preload(Path(__file__).with_suffix(".txt").read_text().sp
 
 _OF_THE_HUB = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_")
 _AT_IMPORT = (*_OF_THE_HUB, "TORCH_", "PYTHON", "OMP_", "MALLOC_", "HOME", "PATH", "TMPDIR")
-"""How the names of variables begin that a library, C's too, or the interpreter may read before the program runs."""
+"""How the names of variables begin that a library, C's too, or the interpreter may read before
+the program runs.
+"""
 
 _READ_THEM = ("huggingface_hub", "transformers", "datasets", "accelerate", "peft", "gqa_convert")
 """Libraries that read the Hub's variables when they are imported, and those that import them."""

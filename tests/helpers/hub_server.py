@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face Hub: the few answers that a plan and a download need, and a log of what was sent."""
+"""A stand-in for the Hugging Face Hub: the few answers that a plan and a download need, and a
+log of what was sent.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,9 @@ BROKEN = "org/broken"
 
 @dataclass
 class Sent:
-    """One answer: the file (or the address, for what is no file), the range asked for, and the bytes of the body."""
+    """One answer: the file (or the address, for what is no file), the range asked for, and the
+    bytes of the body.
+    """
 
     method: str
     file: str
@@ -30,8 +34,10 @@ class HubServer:
 
     Args:
         repos: id -> branch -> folder.
-        together: where as many range requests for weights wait for one another before they are answered.
-        moves_to: the branch whose commit is the main branch's from the second question for the main branch on.
+        together: where as many range requests for weights wait for one another before they are
+            answered.
+        moves_to: the branch whose commit is the main branch's from the second question for the main
+            branch on.
     """
 
     repos: dict[str, dict[str, Path]]
@@ -75,7 +81,9 @@ class HubServer:
 
     @property
     def _elsewhere(self) -> str:
-        """Another host's name, as the client trusts headers of redirections within one host only."""
+        """Another host's name, as the client trusts headers of redirections within one host
+        only.
+        """
         return f"http://localhost:{self._server.server_port}/cdn"
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""Checkpoints as they lie on the Hub, with the configs and tensor names of known repositories and small random weights.
+"""Checkpoints as they lie on the Hub, with the configs and tensor names of known repositories and
+small random weights.
 
-The configs, in `hub_configs.json`, are those of the repositories, with small sizes and without keys that nothing here
-depends on. The weights have the names in the repositories' files: without prefixes or with stale buffers, duplicated
-where the repository duplicates them, in the repository's type.
+The configs, in `hub_configs.json`, are those of the repositories, with small sizes and without keys
+that nothing here depends on. The weights have the names in the repositories' files: without
+prefixes or with stale buffers, duplicated where the repository duplicates them, in the repository's
+type.
 """
 
 import json
@@ -32,14 +34,16 @@ class HubSource:
     prefix: str = ""
     """What transformers puts in front of its names and the repository does not."""
     buffers: dict[str, list[Any]] = field(default_factory=dict)
-    """The stale buffers of each of its two layers, by names with `#` for the layer; see `buffer`."""
+    """The stale buffers of each of its two layers, by names with `#` for the layer; see
+    `buffer`.
+    """
     duplicated: dict[str, str] = field(default_factory=dict)
     """Names in the files by the name under which the same tensor stands there too."""
     left_out: str = ""
     """A name that the files lack, because transformers ties it."""
     files: str = "safetensors"
-    """`safetensors`, `bin`, or `old bin` for the format before torch 1.6; all but the last in shards where there is
-    `sharded` too.
+    """`safetensors`, `bin`, or `old bin` for the format before torch 1.6; all but the last in
+    shards where there is `sharded` too.
     """
     type_of_copy: str | None = None
     """The model type of the result, where it is not that of the source."""
@@ -87,7 +91,9 @@ def hub_tensors(name: str) -> Tensors:
 
 
 def buffer(kind: str, dtype: str = "float32", width: int = 0) -> torch.Tensor:
-    """A stale buffer: a causal mask, the rotary speeds of heads of a width, or a very small number."""
+    """A stale buffer: a causal mask, the rotary speeds of heads of a width, or a very small
+    number.
+    """
     made = torch.tensor(-1e9)
     if kind == "causal mask":
         made = torch.ones(64, 64).tril().view(1, 1, 64, 64)

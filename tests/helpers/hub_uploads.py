@@ -1,5 +1,5 @@
-"""A stand-in for the Hub that takes uploads: repositories, branches, pull requests, large files by their SHA-256, small
-ones in the commit.
+"""A stand-in for the Hub that takes uploads: repositories, branches, pull requests, large files by
+their SHA-256, small ones in the commit.
 """
 
 import base64

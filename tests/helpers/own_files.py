@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of the families that need a modelling file once converted: 12 query heads in the decoder, a
-head width that is not hidden size / heads where a config has a key for it, random biases and gains, weights large
-enough for attention to matter.
+"""Tiny random checkpoints of the families that need a modelling file once converted: 12 query heads
+in the decoder, a head width that is not hidden size / heads where a config has a key for it, random
+biases and gains, weights large enough for attention to matter.
 """
 
 import copy

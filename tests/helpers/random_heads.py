@@ -16,7 +16,9 @@ def random_heads(
     outputs: int,
     query_inputs: int | None = None,
 ) -> Heads:
-    """K/V heads with `ratio` query heads each; `query_inputs` where queries read other states than keys."""
+    """K/V heads with `ratio` query heads each; `query_inputs` where queries read other states
+    than keys.
+    """
     return Heads(
         queries=rng.standard_normal((heads, ratio, head_dim, query_inputs or inputs)),
         keys=rng.standard_normal((heads, head_dim, inputs)),

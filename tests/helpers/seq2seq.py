@@ -1,5 +1,5 @@
-"""What the tests of encoder-decoders' training data share: tokenizers as BART's, mBART's, Marian's and T5's, tiny
-models, and pairs.
+"""What the tests of encoder-decoders' training data share: tokenizers as BART's, mBART's, Marian's
+and T5's, tiny models, and pairs.
 """
 
 import json

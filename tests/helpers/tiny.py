@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of every supported model type: 12 query heads, and a head_dim that is not hidden_size / heads
-where a config has a key for it.
+"""Tiny random checkpoints of every supported model type: 12 query heads, and a head_dim that is not
+hidden_size / heads where a config has a key for it.
 
-The weights are large enough for attention to matter, biases and norm gains are random, and every expert takes part in
-every token, so that no rounding error can flip a routing decision.
+The weights are large enough for attention to matter, biases and norm gains are random, and every
+expert takes part in every token, so that no rounding error can flip a routing decision.
 """
 
 import copy
@@ -50,7 +50,9 @@ def make_model(config: Any, *, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Draw matrices anew, N(0, 0.12^2); shake the rest, which keeps the decay rates of recurrences sane."""
+    """Draw matrices anew, N(0, 0.12^2); shake the rest, which keeps the decay rates of
+    recurrences sane.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -1,4 +1,6 @@
-"""A second objective for decoders, as somebody would add one: each text is to be continued backwards."""
+"""A second objective for decoders, as somebody would add one: each text is to be continued
+backwards.
+"""
 
 from collections.abc import Sequence
 from typing import Any

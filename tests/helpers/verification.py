@@ -25,8 +25,8 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_byte_pairs(folder: Path, **stated: Any) -> None:
-    """Save a tokenizer in GPT-2's manner, whose class tokenizer_config.json does not name; without that file if nothing
-    is stated in it.
+    """Save a tokenizer in GPT-2's manner, whose class tokenizer_config.json does not name; without
+    that file if nothing is stated in it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -55,7 +55,9 @@ def failed(report: VerificationReport) -> dict[str, str]:
 
 
 def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace a tensor of a folder, or drop it, and record the new hash so that the other checks have to find it."""
+    """Replace a tensor of a folder, or drop it, and record the new hash so that the other checks
+    have to find it.
+    """
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         if name in tensors:

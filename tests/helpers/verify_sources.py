@@ -1,4 +1,6 @@
-"""Sources for the tests of the verifier: of stock types, rewritten ones, and those whose results have a modelling file."""
+"""Sources for the tests of the verifier: of stock types, rewritten ones, and those whose results
+have a modelling file.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +38,9 @@ SOURCES = {name: _source(stated) for name, stated in _STATED.items()}
 
 
 def save_source(name: str, folder: Path) -> None:
-    """Save a source with weights large enough for attention to matter, with a tokenizer and a chat template."""
+    """Save a source with weights large enough for attention to matter, with a tokenizer and a
+    chat template.
+    """
     source = SOURCES[name]
     if source.native is not None:
         make_source(

@@ -1,4 +1,6 @@
-"""Tiny random wrappers of every type: a decoder with 12 heads beside a vision tower or an encoder, and their inputs."""
+"""Tiny random wrappers of every type: a decoder with 12 heads beside a vision tower or an
+encoder, and their inputs.
+"""
 
 import functools
 import json

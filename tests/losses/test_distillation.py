@@ -1,4 +1,6 @@
-"""Losses of whole logits and of the input of an output layer, against the plain formulas in float64."""
+"""Losses of whole logits and of the input of an output layer, against the plain formulas in
+float64.
+"""
 
 from collections.abc import Callable
 
@@ -223,7 +225,9 @@ def test_positions_without_a_label_are_left_out() -> None:
 
 
 def test_in_bfloat16_under_autocasting() -> None:
-    """Products of float32 weights in bfloat16, gradients in float32, as near to exact ones as those of whole logits."""
+    """Products of float32 weights in bfloat16, gradients in float32, as near to exact ones as
+    those of whole logits.
+    """
     exact = [numbers(BATCH, LENGTH, SIZE, seed=0), numbers(VOCAB, SIZE, seed=1)]
 
     def gradients(dtype: torch.dtype, *, whole: bool) -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""What differs by maps alone merges without loss, and every other merge loses the least that is possible."""
+"""What differs by maps alone merges without loss, and every other merge loses the least that is
+possible.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +32,9 @@ def random_channels(rng: np.random.Generator, *places: int) -> Channels:
 
 
 def products(readers: Array, rows: Array, channels: Channels) -> Array:
-    """Of each group at each place, what readers make of rows, in units in which all directions count alike."""
+    """Of each group at each place, what readers make of rows, in units in which all directions
+    count alike.
+    """
     left = readers.conj().swapaxes(-1, -2)
     if channels.reader_covariance is not None:
         left = np.linalg.cholesky(channels.reader_covariance).T @ left
@@ -43,7 +47,9 @@ def products(readers: Array, rows: Array, channels: Channels) -> Array:
 def test_a_merge_loses_what_a_truncated_decomposition_drops(
     rng: np.random.Generator, places: tuple[int, ...]
 ) -> None:
-    """Eckart and Young: the singular values from the c-th on of all that the readers of a group make of its rows."""
+    """Eckart and Young: the singular values from the c-th on of all that the readers of a group
+    make of its rows.
+    """
     channels = random_channels(rng, *places)
     shared, readers = factor(channels, GROUPS)
     before = products(channels.readers, channels.rows, channels)
@@ -90,7 +96,9 @@ def test_heads_that_are_images_of_one_merge_without_loss(
 
 @pytest.mark.parametrize("places", [(), (3,)])
 def test_dead_heads_do_no_harm(rng: np.random.Generator, places: tuple[int, ...]) -> None:
-    """A head that nothing reads, and one that says nothing, leave finite numbers and an exact merge of the third."""
+    """A head that nothing reads, and one that says nothing, leave finite numbers and an exact
+    merge of the third.
+    """
     channels = random_channels(rng, *places)
     channels.readers[..., 0, :, :, :] = 0
     channels.rows[..., 1, :, :] = 0

@@ -1,7 +1,8 @@
 """Merging by maps that attention absorbs, family by family, in transformers' own classes.
 
-Heads that differ by nothing but such maps merge without loss, and whatever is merged, the result computes what the
-source's own class computes with the same numbers, each head as often as there were heads in its group.
+Heads that differ by nothing but such maps merge without loss, and whatever is merged, the result
+computes what the source's own class computes with the same numbers, each head as often as there
+were heads in its group.
 """
 
 import copy
@@ -148,8 +149,8 @@ def test_results_are_sources_too(name: str, tmp_path: Path) -> None:
     [("t5", 12, 3), ("bart", 8, 4), ("whisper", 6, 3), ("whisper", 6, 6)],
 )
 def test_encoder(name: str, encoder_heads: int, groups: int, tmp_path: Path) -> None:
-    """Encoder and decoder have counts of their own; a layer that has as few heads already stays as it is, bit for
-    bit.
+    """Encoder and decoder have counts of their own; a layer that has as few heads already stays as
+    it is, bit for bit.
     """
     case = build(name)
     tie(case, groups)
@@ -169,7 +170,9 @@ def test_encoder(name: str, encoder_heads: int, groups: int, tmp_path: Path) -> 
 
 
 def scatter(case: Case, folder: Path, groups: int) -> dict[str, set[frozenset[int]]]:
-    """Tie heads, and spread those of a group over all groups; which ones belong together, by module."""
+    """Tie heads, and spread those of a group over all groups; which ones belong together, by
+    module.
+    """
     tie(case, groups)
     found = {}
     for layer, layout, _ in read_layers(case, folder):
@@ -207,7 +210,9 @@ def test_scattered_heads_find_one_another(
 
 @pytest.mark.parametrize("groups", [3, 2])
 def test_chatglm(groups: int, tmp_path: Path) -> None:
-    """A fused projection in a `.bin` file, and code that never runs: 6 K/V heads that are images of 3 or 2."""
+    """A fused projection in a `.bin` file, and code that never runs: 6 K/V heads that are images
+    of 3 or 2.
+    """
     tensors = chatglm.write_source(tmp_path / "source")
     maps, width, config, size = Maps(), chatglm.WIDTH, chatglm.CONFIG, 6 // groups
     for layer in range(chatglm.LAYERS):

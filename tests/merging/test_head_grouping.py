@@ -63,7 +63,9 @@ def loss_of(partition: list[tuple[int, ...]], losses: Array) -> float:
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
-    """Never more than neighbours do, and seldom more than the best of all partitions of 8 or 9 heads."""
+    """Never more than neighbours do, and seldom more than the best of all partitions of 8 or 9
+    heads.
+    """
     heads = 9 if groups == 3 else 8
     size, ratios = heads // groups, []
     neighbours = [tuple(range(first, first + size)) for first in range(0, heads, size)]
@@ -86,7 +88,9 @@ def test_groups_lose_little(groups: int, rng: np.random.Generator) -> None:
 def test_losses_that_are_not_symmetric_are_grouped_too(
     scale: float, rng: np.random.Generator
 ) -> None:
-    """As the rounding of heads that are all alike leaves them: swaps that seem to gain must not go round in circles."""
+    """As the rounding of heads that are all alike leaves them: swaps that seem to gain must not
+    go round in circles.
+    """
     for _ in range(20):
         losses = scale * rng.uniform(0, 1, size=(12, 12))
         order = group_heads(losses, 3)

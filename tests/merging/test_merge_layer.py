@@ -1,4 +1,6 @@
-"""Merging the heads of a layer: what it loses, against sums over every pair of inputs at every distance."""
+"""Merging the heads of a layer: what it loses, against sums over every pair of inputs at every
+distance.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +36,9 @@ def moment(rows: Array) -> Array:
 
 
 def scores_at(query: Array, key: Array, pairs: Array, asking: Array, seen: Array) -> Array:
-    """[distances, queries, keys] of a query head and a key head; keys without positions lose their mean."""
+    """[distances, queries, keys] of a query head and a key head; keys without positions lose
+    their mean.
+    """
     plain = np.setdiff1d(np.arange(len(key)), pairs)
     real, imaginary = pairs
     x, y = asking @ query.T, seen @ key.T
@@ -116,7 +120,9 @@ def test_without_moments_values_are_decomposed_unweighted(rng: np.random.Generat
 def test_low_frequencies_merge_with_the_rows_without_positions(
     rng: np.random.Generator, first_low: int
 ) -> None:
-    """High frequencies that differ by complex numbers, and all other rows by any real map: exact at distance 0."""
+    """High frequencies that differ by complex numbers, and all other rows by any real map: exact
+    at distance 0.
+    """
     heads = random_heads(rng, K, R, **SIZES, query_inputs=QUERY_INPUTS)
     asking, seen = samples(rng, QUERY_INPUTS), samples(rng, INPUTS)
     real, imaginary = PAIRS[:, :first_low]
@@ -150,7 +156,9 @@ def test_the_strongest_direction_has_the_lowest_frequency(rng: np.random.Generat
 
 @pytest.mark.parametrize("first_low", [0, 1, 2])
 def test_trials_make_the_scores_of_the_merge(rng: np.random.Generator, first_low: int) -> None:
-    """Although they are merged in a small space; with two heads alike, of which a root is singular."""
+    """Although they are merged in a small space; with two heads alike, of which a root is
+    singular.
+    """
     heads = random_heads(rng, K, R, **SIZES, query_inputs=QUERY_INPUTS)
     heads.keys[1] = 2 * heads.keys[0]
     moments = Moments(moment(samples(rng, QUERY_INPUTS)), moment(samples(rng, INPUTS)))

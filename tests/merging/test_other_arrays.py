@@ -28,7 +28,9 @@ def moment(rng: np.random.Generator, inputs: int) -> Any:
 
 
 def products(heads: Heads) -> list[Any]:
-    """What a layer computes with: queries with keys, outputs with values; directions inside a head are free."""
+    """What a layer computes with: queries with keys, outputs with values; directions inside a
+    head are free.
+    """
     count = len(heads.queries)
     keys = heads.keys.repeat(count // len(heads.keys), axis=0)
     values = heads.values.repeat(count // len(heads.values), axis=0)
@@ -64,7 +66,9 @@ def test_torch_merges_what_numpy_merges(*, measured: bool, first_low: int | None
 def test_a_fit_with_its_maths_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Fused, transposed, gated and biased projections: as a device would merge them, within rounding."""
+    """Fused, transposed, gated and biased projections: as a device would merge them, within
+    rounding.
+    """
     source = folded.build(name).save(tmp_path / "source")
     fitted(source, tmp_path / "numpy", steps=0)
     monkeypatch.setattr(statistics, "merging_array", lambda tensor: tensor)

@@ -1,5 +1,5 @@
-"""Imports point down the list of packages in docs/developing.md only, and torch is never imported before it is
-needed.
+"""Imports point down the list of packages in docs/developing.md only, and torch is never imported
+before it is needed.
 """
 
 import ast
@@ -121,7 +121,10 @@ def test_converting_imports_no_torch(tmp_path: Path) -> None:
     from tests.helpers.checkpoints import write_llama
 
     source = write_llama(tmp_path / "source")
-    code = "from gqa_convert import convert_checkpoint\nconvert_checkpoint(sys.argv[1], sys.argv[2], 3)"
+    code = (
+        "from gqa_convert import convert_checkpoint\nconvert_checkpoint(sys.argv[1], sys.argv[2], "
+        "3)"
+    )
     loaded = loaded_after(code, str(source), str(tmp_path / "out"))
     assert (tmp_path / "out" / "config.json").is_file()
     assert not loaded & {"torch", "transformers", "huggingface_hub"}

@@ -1,5 +1,6 @@
-"""Every command in README, docs and recipes is run here, in a folder that has what it names, only smaller; or it is
-parsed, and tests/helpers/document_workplace.yaml says why it is not run."""
+"""Every command in README, docs and recipes is run here, in a folder that has what it names, only
+smaller; or it is parsed, and tests/helpers/document_workplace.yaml says why it is not run.
+"""
 
 import contextlib
 import re
@@ -118,7 +119,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     monkeypatch.setenv("COLUMNS", "300")
-    # to tokenise all of the standard library takes seconds in every command on its text, and so do its long blocks
+    # to tokenise all of the standard library takes seconds in every command on its text, and so do
+    # its long blocks
     monkeypatch.setattr(
         sources, "source_files", lambda held_out: source_files(held_out=held_out)[::60]
     )
@@ -139,8 +141,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def shown_is_printed(shown: str, printed: str, name: str) -> None:
-    """The lines of a session occur in what was printed, in order; numbers are compared for `convert` and for mistakes
-    alone.
+    """The lines of a session occur in what was printed, in order; numbers are compared for
+    `convert` and for mistakes alone.
     """
 
     def masked(line: str) -> str:

@@ -46,7 +46,8 @@ def test_test_modules_share_through_helpers_and_fixtures_only() -> None:
             if module.startswith("tests.") and not module.startswith("tests.helpers")
         }
         assert not shared, (
-            f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into tests/helpers/"
+            f"{path.relative_to(TESTS)}: move what it takes from {', '.join(shared)} into "
+            "tests/helpers/"
         )
 
 
@@ -73,7 +74,10 @@ def test_a_fork_is_as_a_new_interpreter(
 
 def test_what_reads_the_environment_is_imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("huggingface_hub", "torch")
-    code = f"import os, sys; print(os.environ.get('HF_HOME'), *(name in sys.modules for name in {names}))"
+    code = (
+        "import os, sys; print(os.environ.get('HF_HOME'), *(name in sys.modules for name in "
+        f"{names}))"
+    )
     assert run_python("-c", code).stdout.split()[1:] == ["True", "True"]
     monkeypatch.setenv("HF_HOME", "/elsewhere")
     assert run_python("-c", code).stdout == "/elsewhere False True\n"

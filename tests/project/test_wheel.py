@@ -1,5 +1,5 @@
-"""The wheel carries what the package needs and nothing else, imports what pyproject.toml declares, and works where the
-repository is not, with its core dependencies alone.
+"""The wheel carries what the package needs and nothing else, imports what pyproject.toml declares,
+and works where the repository is not, with its core dependencies alone.
 """
 
 import ast
@@ -129,8 +129,8 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def core_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment variables under which Python, without its own site-packages, finds a wheel's core dependencies and
-    the package, and nothing else.
+    """The environment variables under which Python, without its own site-packages, finds a wheel's
+    core dependencies and the package, and nothing else.
     """
     folder = tmp_path_factory.mktemp("core")
     site = folder / "site"
@@ -165,7 +165,10 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_no_optional_package_is_there(core_alone: dict[str, str]) -> None:
-    code = "import importlib.util as u; print([n for n in ('pytest', 'peft', 'matplotlib', 'jiwer') if u.find_spec(n)])"
+    code = (
+        "import importlib.util as u; print([n for n in ('pytest', 'peft', 'matplotlib', 'jiwer') "
+        "if u.find_spec(n)])"
+    )
     assert run(core_alone, "-c", code) == "[]\n"
     where = run(core_alone, "-c", "import gqa_convert; print(gqa_convert.__file__)")
     assert where.strip() == f"{core_alone['PYTHONPATH']}/gqa_convert/__init__.py"

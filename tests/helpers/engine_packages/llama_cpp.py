@@ -1,4 +1,6 @@
-"""Stands in for llama-cpp-python in tests: its interface, as far as the adapter uses it, computed by transformers."""
+"""Stands in for llama-cpp-python in tests: its interface, as far as the adapter uses it,
+computed by transformers.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Stands in for vLLM in tests: its interface, as far as the adapter uses it, computed by transformers."""
+"""Stands in for vLLM in tests: its interface, as far as the adapter uses it, computed by
+transformers.
+"""
 
 from types import SimpleNamespace
 from typing import Any
