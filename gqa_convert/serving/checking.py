@@ -35,7 +35,7 @@ from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.paths import local_path
 
 from .engines import ENGINES, Engine, find_interpreter
-from .request import NEW_TOKENS, Request, TokenIds, random_sound
+from .request import NEW_TOKENS, Request, TokenIds, commands, random_sound
 from .worker import FAILED, OK, SKIPPED, UNSUPPORTED, Outcome, ask
 
 NEEDS_HEAD = (
@@ -118,8 +118,7 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             pad_token_id=0,
-            # CTranslate2 always stops where a Whisper ends its text
-            suppress_tokens=[config["eos_token_id"]] if hears(config) else None,
+            suppress_tokens=commands(config) if hears(config) else None,
         )
         tokens, logits = [], []
         for question in questions:

@@ -26,7 +26,7 @@ from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.paths import local_path
 
-from .request import NotSupportedError, Request, TokenIds, random_sound
+from .request import NotSupportedError, Request, TokenIds, commands, random_sound
 
 _COPIED = ("tokenizer.json", "preprocessor_config.json")
 """Files of the checkpoint that faster-whisper reads beside the model."""
@@ -185,8 +185,9 @@ class _Listener:
         import ctranslate2
 
         self._model = ctranslate2.models.Whisper(str(folder), compute_type="float32")
-        self._sound = ctranslate2.StorageView.from_array(random_sound(config))
-        self._end = config["eos_token_id"]
+        self._numbers = random_sound(config)  # a view does not keep them in memory
+        self._sound = ctranslate2.StorageView.from_array(self._numbers)
+        self._commands = commands(config)
 
     def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
         """What it writes after the prompt; as of `_Decoder`, but without an end of text."""
@@ -197,7 +198,7 @@ class _Listener:
             # it decodes half as many tokens at most, and at most so many with the prompt
             max_length=max(len(prompt), count) + count,
             suppress_blank=False,
-            suppress_tokens=[] if begun else [self._end],
+            suppress_tokens=[] if begun else self._commands,
             return_logits_vocab=True,
         )
         return result.sequences_ids[0][:count], result.logits[0][:count]

@@ -44,6 +44,19 @@ class Request:
     sequences: TokenIds
 
 
+def commands(config: dict[str, Any]) -> list[int]:
+    """Tokens that a model that hears may not write here: its end of text, at which CTranslate2
+    stops, and what stands behind that in a Whisper's vocabulary, since CTranslate2 reads a prompt
+    with one of these in another way.
+
+    Args:
+        config: of the checkpoint.
+    """
+    end = config["eos_token_id"]
+    is_whisper = config["model_type"].endswith("whisper")
+    return list(range(end, config["vocab_size"])) if is_whisper else [end]
+
+
 def random_sound(config: dict[str, Any]) -> Any:
     """What a model that hears gets beside every prompt: noise, float32 [1, mel bins, frames].
 

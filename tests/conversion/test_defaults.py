@@ -77,7 +77,7 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
     ("changes", "reason"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "it has no language-model head"),
-        ({"max_source_positions": 1500}, "its encoder reads audio"),
+        ({"model_type": "whisper", "is_encoder_decoder": True}, "its encoder reads audio"),
         ({}, None),
     ],
 )

@@ -18,7 +18,10 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion import resources
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import make_plan
-from tests.conversion.test_several_processes import (
+from tests.helpers import folding_cases as folded
+from tests.helpers.fitting import plan_of
+from tests.helpers.ranks import Job, convert
+from tests.helpers.shared_conversions import (
     IN_FLOAT32,
     OPTIONS,
     SOURCE,
@@ -26,9 +29,6 @@ from tests.conversion.test_several_processes import (
     record,
     start,
 )
-from tests.helpers import folding_cases as folded
-from tests.helpers.fitting import plan_of
-from tests.helpers.ranks import Job, convert
 from tests.helpers.tiny import VOCAB
 
 STEPS = 6

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CORE = PROJECT["dependencies"]
 EXTRAS = PROJECT["optional-dependencies"]
-ENGINES = {"llama_cpp", "vllm"}
+ENGINES = {"ctranslate2", "llama_cpp", "vllm"}
 """Imported by a worker that runs in another environment."""
 NOT_IMPORTED = {"bitsandbytes", "protobuf", "sentencepiece"}
 """transformers and PEFT import it."""
