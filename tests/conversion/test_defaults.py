@@ -77,7 +77,14 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
     ("changes", "reason"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "it has no language-model head"),
-        ({"model_type": "whisper", "is_encoder_decoder": True}, "its encoder reads audio"),
+        (
+            {
+                "model_type": "whisper",
+                "architectures": ["WhisperForConditionalGeneration"],
+                "is_encoder_decoder": True,
+            },
+            "its encoder reads audio",
+        ),
         ({}, None),
     ],
 )
