@@ -26,7 +26,7 @@ import gqa_convert.families.modeling
 from gqa_convert.attention import register
 from gqa_convert.attention.interface import why_unsupported
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
-from gqa_convert.families.loading import cache_name
+from gqa_convert.families.loading import cache_name, encoder_shape
 from gqa_convert.families.table import FAMILIES
 from tests.helpers.own_files import CASES, SIZES, auto_class
 from tests.helpers.selection import slow_but
@@ -38,6 +38,7 @@ REFUSED = {
     **dict.fromkeys(("gemma2", "vaultgemma"), "attn_logit_softcapping is 50.0"),
     **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa", "flint"), "attention sinks"),
     **dict.fromkeys(("falcon, RW", "gqa_falcon, RW"), "ALiBi twice"),
+    **dict.fromkeys(("nllb-moe", "gqa_nllb-moe"), "rules out scaled dot-product attention"),
 }
 """What is refused and with which words; a variant of a family, "falcon, 7B", as the family is
 unless it stands here itself.
@@ -58,7 +59,12 @@ RIGHT[1, -6:] = 0
 STEPS = [9, 1, 1, 6, 1, 1, 2]  # the first step reaches beyond the padding on the left
 # transformers has no class of chatglm
 NAMES = [name for name, family in FAMILIES.items() if family.modeling is None and name != "chatglm"]
-NAMES += [prefix + name for name in CASES for prefix in ("", "gqa_")]
+NAMES += [
+    prefix + name
+    for name in CASES
+    if name != "speech_to_text"  # its class rules out what NLLB-MoE's does
+    for prefix in ("", "gqa_")
+]
 
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}),
@@ -210,17 +216,13 @@ def fixed(config: Any) -> Any:
 
 def encoder_decoder_cases(config: Any) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(3)
-    tokens, sound = (
-        torch.randint(3, VOCAB, (2, 2, LENGTH), generator=generator),
-        hasattr(config, "num_mel_bins"),
-    )
-    source, target = tokens[0], tokens[1]
-    encoded: dict[str, Any] = (
-        {"input_features": torch.randn(2, 8, 40, generator=generator)}
-        if sound
-        else {"input_ids": source}
-    )
-    masks = (None,) if sound else (None, LEFT, RIGHT)
+    source, target = torch.randint(3, VOCAB, (2, 2, LENGTH), generator=generator)
+    encoded: dict[str, Any] = {"input_ids": source}
+    masks: tuple[Tensor | None, ...] = (None, LEFT, RIGHT)
+    other = "pixel_values" if hasattr(config, "encoder") else "input_features"
+    if other == "pixel_values" or hasattr(config, "max_source_positions"):
+        encoded = {other: torch.randn(2, *encoder_shape(config, 40), generator=generator)}
+        masks = (None,)
     for mask in masks:
         given = encoded | {"attention_mask": mask}
         yield "encoder", logits_of(**given, decoder_input_ids=target), ONES

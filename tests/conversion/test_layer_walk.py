@@ -27,7 +27,7 @@ def batches_for(model: Any) -> list[dict[str, Tensor]]:
     """Two batches of different lengths with padding."""
     given, _ = elsewhere.batch(model)
     shorter = {
-        name: tensor if name == "input_features" else tensor[:, :-1].contiguous()
+        name: tensor[:, :-1].contiguous() if tensor.dim() == 2 else tensor
         for name, tensor in given.items()
     }
     return [given, shorter]
