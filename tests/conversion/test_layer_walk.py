@@ -27,7 +27,7 @@ def batches_for(model: Any) -> list[dict[str, Tensor]]:
     """Two batches of different lengths with padding."""
     given, _ = elsewhere.batch(model)
     shorter = {
-        name: tensor[:, :-1].contiguous() if tensor.dim() == 2 else tensor
+        name: tensor if name in ("input_features", "pixel_values") else tensor[:, :-1].contiguous()
         for name, tensor in given.items()
     }
     return [given, shorter]
