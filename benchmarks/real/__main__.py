@@ -28,6 +28,7 @@ from .text import KINDS
 OUTPUT = Path("docs/results/real.json")
 FOLDER = Path("~/.cache/gqa-convert/real")
 GROUPS = 1
+OWN = "self"
 METHODS: dict[str, list[str]] = {
     "mean": ["--method", "mean"],
     "first": ["--method", "first"],
@@ -37,6 +38,7 @@ METHODS: dict[str, list[str]] = {
     "closed": ["--fit-steps", "0", "--kl-steps", "0", "--calibration"],
     "layers": ["--kl-steps", "0", "--calibration"],
     "fit": ["--calibration"],
+    "fit-200-last-steps": ["--kl-steps", "200", "--calibration"],
     "budget": ["--kv-budget", "47%", "--calibration"],
 }
 """The rows of the comparison, by the options of `convert`; those that end in `--calibration` get
@@ -104,7 +106,7 @@ def measure(
     method: str, seed: int | None, source: Path, options: argparse.Namespace, records: Records
 ) -> None:
     """Convert by a method, and score the result."""
-    text = None if seed is None else options.text
+    text = None if seed is None else "+".join(options.text)
     keys = {
         "calibration": text,
         "calibration_tokens": options.calibration_tokens if text else None,
@@ -116,7 +118,12 @@ def measure(
     if "--kv-budget" not in given:
         given = ["--groups", str(GROUPS), *given]
     if text:
-        given += [options.folder / "text" / f"{text}-calibration.jsonl", "--seed", str(seed)]
+        files = [
+            name if name == OWN else options.folder / "text" / f"{name}-calibration.jsonl"
+            for name in options.text
+        ]
+        given += [files[0], *(each for name in files[1:] for each in ("--calibration", name))]
+        given += ["--seed", str(seed)]
         given += (
             ["--calibration-tokens", str(options.calibration_tokens)]
             if options.calibration_tokens
@@ -151,7 +158,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of calibration (default: 0 1 2)"
     )
     parser.add_argument(
-        "--text", choices=("mixed", *KINDS), default="mixed", help="of calibration (%(default)s)"
+        "--text",
+        nargs="+",
+        choices=("mixed", OWN, *KINDS),
+        default=["mixed"],
+        help="of calibration, in equal shares; self is the source's own (mixed)",
     )
     parser.add_argument(
         "--tokens",
