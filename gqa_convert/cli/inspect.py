@@ -67,12 +67,12 @@ def inspect(
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
     losses = result.loss
-    say(f"text: {result.calibration['text']}")
+    say(f"measured on {result.calibration['text']}")
     # a single block has no standard error, and its digits mean little
     form = "z.1f" if losses.source_standard_error is None else "z.4f"
     title = (
         f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on "
-        f"{losses.tokens:,} held-out tokens of this text: closed form, an upper bound of what fit "
+        f"{losses.tokens:,} held-out tokens of it: closed form, an upper bound of what fit "
         "loses"
     )
     rows = [

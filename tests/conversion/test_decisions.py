@@ -259,7 +259,7 @@ def test_a_source_that_yields_no_numbers_is_refused(
     calibrate_on(batches_for(case.model), monkeypatch)
     options = CalibrationOptions("python-stdlib", tokens=8, sequence_length=8, device="cpu")
     with pytest.raises(
-        GQAConvertError, match=r"the source yields NaN or Inf at .* on the calibration text"
+        GQAConvertError, match=r"the source yields NaN or Inf at .* on what --calibration names"
     ) as caught:
         convert_checkpoint(
             source, tmp_path / "out", 3, ConversionOptions(method=method, calibration=options)

@@ -247,8 +247,8 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     shown = run(*options, "--max-loss-increase", "0.01", "--device", "cpu")
     for words in (
         "12 K/V heads in 2 attention layers",
-        f"text: {TOKENS} tokens of {planted[1]}:",
-        "on 504 held-out tokens of this text",
+        f"measured on {TOKENS} tokens of {planted[1]}:",
+        "on 504 held-out tokens of it",
         "+0.0000 ±0.0000",
         "upper bound",
         "recommended  N = 3",
@@ -266,7 +266,7 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
         "2",
     )
     assert re.search(
-        rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of this text", one_block.stdout
+        rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of it", one_block.stdout
     )
     assert re.search(r"^ *2 +\+\d\.\d *$", one_block.stdout, re.MULTILINE)
     scripts = run(*options, "--json")

@@ -430,8 +430,8 @@ def check_finite(name: str, *tensors: Tensor) -> None:
     """
     if not all(tensor.isfinite().all() for tensor in tensors):
         raise NonFiniteError(
-            f"the source yields NaN or Inf at {name} on the calibration text: check that its "
-            "logits on this text are finite"
+            f"the source yields NaN or Inf at {name} on what --calibration names: check that its "
+            "logits on it are finite"
         )
 
 
