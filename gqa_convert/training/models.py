@@ -5,6 +5,7 @@ teacher.
 import importlib.util
 import logging
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from gqa_convert.processes import started
 from gqa_convert.sharding import load, replicate, shard
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Lora, Recipe
+
+_OTHERWISE_IN_TRAINING = ("moe_token_dropout", "moe_eval_capacity_token_fraction")
+"""What the experts and the routers of NLLB-MoE have, which compute something else in training."""
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
@@ -88,15 +92,29 @@ def turn_dropout_off(model: Any) -> None:
     passes to its function, and in the config that modules may read. Uptraining continues
     pretraining, which T5 1.1 and most decoders did without dropout. The probability of dropping
     whole layers (`layerdrop`) is not changed.
+
+    NLLB-MoE's experts are scaled by what training would drop of them, and its routers leave tokens
+    out, in training alone. These modules therefore stay in evaluation mode: else what is trained
+    would be another function than what is used.
     """
+    evaluated = set()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    for holder in (*model.modules(), model.config):
+        if any(hasattr(module, name) for name in _OTHERWISE_IN_TRAINING):
+            evaluated.add(module.eval())
+            module.train = MethodType(_unchanged, module)
+    for holder in (*set(model.modules()).difference(evaluated), model.config):
         for name, value in list(vars(holder).items()):
             named = "dropout" in name or "pdrop" in name
             if named and isinstance(value, float) and "classifier" not in name:
                 setattr(holder, name, 0.0)
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of a module's `train`: its mode stays."""
+    del mode
+    return module
 
 
 def modules_of_text(model: Any) -> set[nn.Module]:

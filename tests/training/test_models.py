@@ -105,3 +105,19 @@ def test_a_model_in_training_mode_computes_what_it_does_in_evaluation(
     assert not torch.equal(model(**inputs).logits, expected)
     turn_dropout_off(model)
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_experts_in_training_mode_compute_what_they_do_in_evaluation() -> None:
+    """The capacity of two tokens, which holds in training alone, is passed by 32."""
+    model = make_source_model(
+        "nllb-moe",
+        moe_token_dropout=0.5,
+        expert_capacity=2,
+        encoder_layerdrop=0,
+        decoder_layerdrop=0,
+    )
+    ids = torch.randint(3, 32, (4, 8))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    expected = model.eval()(**inputs).logits
+    turn_dropout_off(model)
+    assert torch.equal(model.train()(**inputs).logits, expected)
