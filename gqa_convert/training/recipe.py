@@ -109,6 +109,7 @@ class Recipe:
     seed: Whole
     save_every: Whole
     keep_checkpoints: Whole
+    export_every: Whole | None
     evaluate_every: Whole | None
     evaluation_data: Sources | None
     evaluation_tokens: Tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.data.token_files import OnTokenize
 from gqa_convert.errors import DivergedError, ResumeError, StoppedError
 from gqa_convert.families.loading import read_object
@@ -99,7 +101,15 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
                 set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
             settings = {name: str(value) for name, value in recipe.resolved().items()}
             accelerator.init_trackers("gqa-convert", settings)
-            train(trainer, folder, log, stops, say)
+            export_to = partial(
+                export,
+                trainer,
+                opened.models[0],
+                folder=folder,
+                device=device,
+                command=caller.command,
+            )
+            train(trainer, folder, log, export_to, stops, say)
         summary = finish(trainer, opened, folder, device, caller.command)
         if recipe.trackers:
             accelerator.end_training()
@@ -239,10 +249,11 @@ def train(
     trainer: Trainer,
     folder: RunFolder,
     log: Callable[[StepMetrics], None],
+    export_to: Callable[[Path], Any],
     stops: StopRequests,
     say: Say,
 ) -> None:
-    """Take the remaining steps; log, evaluate and save between them.
+    """Take the remaining steps; log, evaluate, save and export between them.
 
     Raises:
         StoppedError: a signal asked to stop, and the state is saved.
@@ -285,6 +296,11 @@ def train(
         if step % recipe.save_every == 0:
             save()
             saved = step
+        # the last one is exported as the result
+        if recipe.export_every and step % recipe.export_every == 0 and step < steps:
+            out = folder.exported(step)
+            export_to(out)
+            say(f"the model after step {step} is in {out}")
     if saved != progress.step:
         save()
     if progress.step < steps:
@@ -302,9 +318,30 @@ def finish(
     trainer: Trainer, opened: Opened, folder: RunFolder, device: Any, command: list[str] | None
 ) -> RunSummary | None:
     """Write the trained model and, last, the summary, which is returned on the main process."""
+    source = opened.models[0]
+    summary = export(trainer, source, folder.model, folder, device, command)
+    if summary:
+        # a run may have been killed between its last checkpoint and this point
+        folder.checkpoints.prune()
+        write_json(folder.summary, summary.as_json())
+    return summary
+
+
+def export(
+    trainer: Trainer,
+    source: Checkpoint,
+    out: Path,
+    folder: RunFolder,
+    device: Any,
+    command: list[str] | None,
+) -> RunSummary | None:
+    """Write the model as it is now to a folder, whole or not at all. Every process calls this.
+
+    Returns:
+        On the main process, the summary of the run so far.
+    """
     recipe = trainer.recipe
     progress = trainer.progress
-    source = opened.models[0]
     model = unwrapped(trainer.model)
     summary = state = None
     if recipe.lora is None:
@@ -321,7 +358,7 @@ def finish(
             summary = RunSummary(
                 **measurement("uptrain", command, str(device)),
                 processes=started(),
-                model=str(folder.model),
+                model=str(out),
                 steps=progress.step,
                 tokens=progress.tokens,
                 alpha=alpha,
@@ -332,8 +369,5 @@ def finish(
                 evaluation=recovery(progress.evaluations),
                 adapters=str(recipe.lora) if recipe.lora else None,
             )
-            export_model(model, state, source, folder.model, summary.provenance())
-            # a run may have been killed between its last checkpoint and this point
-            folder.checkpoints.prune()
-            write_json(folder.summary, summary.as_json())
+            export_model(model, state, source, out, summary.provenance())
     return summary

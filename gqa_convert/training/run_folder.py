@@ -27,7 +27,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         checkpoints: in `checkpoints/`, from which the run resumes.
-        model: `model/`, the result.
+        model: `model/`, the result; exports on the way to it lie beside it.
         metrics: `metrics.jsonl`, a line per step.
         summary: `summary.json`, written last: a run that has it is complete.
         dataset_commits: `dataset_commits.json`, the commits of Hub datasets that the run keeps.
@@ -42,6 +42,10 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.dataset_commits = self.path / "dataset_commits.json"
         self.recipe = self.path / "resolved_recipe.yaml"
+
+    def exported(self, step: int) -> Path:
+        """Where the model after a step is exported to, before the run ends."""
+        return self.path / f"model-{step:06}"
 
     def refuse_foreign(self) -> None:
         """Refuse a checkpoint, and a folder in which files that no run wrote have the names of a

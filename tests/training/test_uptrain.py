@@ -155,6 +155,28 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
         }
 
 
+def test_exports_on_the_way_are_the_results_of_shorter_runs(home: Path, tmp_path: Path) -> None:
+    """Also where a run was stopped before an export, and resumes."""
+    keys: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "save_every": 1}
+    long, short = tmp_path / "long", tmp_path / "short"
+    run(home, long, **keys, export_every=2, tokens=64)
+    run(home, long, **keys, export_every=2)
+    assert sorted(path.name for path in long.glob("model*")) == [
+        "model",
+        "model-000002",
+        "model-000004",
+    ]
+    for steps in (2, 4, 6):
+        run(home, short, **keys, tokens=steps * 64)
+        exported = long / (f"model-{steps:06}" if steps < STEPS else "model")
+        for path in (short / "model").iterdir():
+            if path.name != "gqa_conversion.json":
+                assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+        record = json.loads((exported / "gqa_conversion.json").read_text())
+        assert record["uptraining_tokens"] == steps * 64
+    assert not leftovers(long)
+
+
 def test_a_broken_record_of_the_conversion_is_found_before_training(
     home: Path, tmp_path: Path
 ) -> None:
