@@ -56,6 +56,12 @@ class Samples:
             places.append((tokens, self.sampler.cut(tokens, number, mix(self._seed, source))))
         return self.sampler.batch(places, [(mix(self._seed), index) for index in indices])
 
+    def times_read(self, tokens: int) -> list[float]:
+        """How often each source is read in training on so many tokens of text."""
+        parts = self._mixture.parts
+        shares = zip(self.sources, parts, strict=True)
+        return [tokens * part / sum(parts) / text.size for text, part in shares]
+
 
 def _digest(sources: Shares, *settings: str) -> str:
     stated = [*settings, *(f"{tokens.fingerprint} {count}" for tokens, count in sources)]

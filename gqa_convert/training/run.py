@@ -36,6 +36,7 @@ from gqa_convert.training.metrics import (
     recovery,
 )
 from gqa_convert.training.models import check_lora, load_student, load_teacher, place
+from gqa_convert.training.notes import notes
 from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer, share_of_peak
 from gqa_convert.training.recipe import Recipe, make_recipe
@@ -183,6 +184,8 @@ def open_inputs(
                     "another output"
                 )
         fix_schedule(recipe, earlier, progress, opened.samples.tokens_per_sample)
+    for note in notes(recipe, opened.samples, started()):
+        say(f"note: {note}")
     progress.recipe = opened.recipe.resolved()
     progress.inputs = opened.inputs
     return opened

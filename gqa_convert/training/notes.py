@@ -1,0 +1,64 @@
+"""What a user should know of a run before its first step: work that is wasted, text that is read
+too often, and switches of a launcher that have no effect.
+"""
+
+import os
+from collections.abc import Iterator
+
+from gqa_convert.data.samples import Samples
+from gqa_convert.training.recipe import Recipe
+
+OFTEN = 4
+"""Times that a text can be read before it teaches much less than as much new text (Muennighoff et
+al. 2023, section 5).
+"""
+
+
+def notes(recipe: Recipe, samples: Samples, processes: int) -> Iterator[str]:
+    """Whole sentences, of which most runs have none."""
+    # processes without work
+    size = recipe.micro_batch_size
+    per_step = recipe.samples_per_step(samples.tokens_per_sample)
+    if idle := fillers(per_step, processes, size):
+        whole = processes * size
+        tokens = round(-(-per_step // whole) * whole * samples.tokens_per_sample)
+        yield (
+            f"{idle} of {processes} processes compute one batch in each step that does not count, "
+            f"because a step has {per_step} samples: with tokens_per_step={tokens} none would"
+        )
+    # texts that repeat
+    for text, times in zip(samples.sources, samples.times_read(recipe.budget_tokens), strict=True):
+        if times > OFTEN:
+            yield (
+                f"{text.label} has {text.size:,} tokens and is read {times:.0f} times, and from "
+                f"the {OFTEN}th time on text teaches little: add text, or lower the budget"
+            )
+    # the launcher's switches
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", recipe.precision):
+        yield (
+            f"the launcher's mixed_precision {precision} has no effect: the recipe's precision is "
+            f"{recipe.precision}"
+        )
+    accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulated != "1":
+        yield (
+            f"the launcher's gradient_accumulation_steps {accumulated} has no effect: the recipe's "
+            "tokens_per_step and micro_batch_size decide"
+        )
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if compiler != "no":
+        yield f"the launcher's dynamo_backend {compiler} has no effect: nothing is compiled"
+
+
+def fillers(samples: int, processes: int, size: int) -> int:
+    """How many processes fill their last batch of a step with what does not count.
+
+    Args:
+        samples: of the step, which the processes share one by one.
+        processes: of the run.
+        size: samples of a batch.
+    """
+    most = -(-len(range(0, samples, processes)) // size)
+    shares = [len(range(rank, samples, processes)) for rank in range(processes)]
+    return sum(-(-share // size) < most for share in shares)
