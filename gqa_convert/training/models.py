@@ -92,6 +92,7 @@ def turn_dropout_off(model: Any) -> None:
     passes to its function, and in the config that modules may read. Uptraining continues
     pretraining, which T5 1.1 and most decoders did without dropout. The probability of dropping
     whole layers (`layerdrop`) is not changed.
+    The noise of routers (`jitter_noise`) is turned off too.
 
     NLLB-MoE's experts are scaled by what training would drop of them, and its routers leave tokens
     out, in training alone. These modules therefore stay in evaluation mode: else what is trained
@@ -106,7 +107,7 @@ def turn_dropout_off(model: Any) -> None:
             module.train = MethodType(_unchanged, module)
     for holder in (*set(model.modules()).difference(evaluated), model.config):
         for name, value in list(vars(holder).items()):
-            named = "dropout" in name or "pdrop" in name
+            named = "dropout" in name or "pdrop" in name or name == "jitter_noise"
             if named and isinstance(value, float) and "classifier" not in name:
                 setattr(holder, name, 0.0)
 

@@ -121,3 +121,12 @@ def test_experts_in_training_mode_compute_what_they_do_in_evaluation() -> None:
     expected = model.eval()(**inputs).logits
     turn_dropout_off(model)
     assert torch.equal(model.train()(**inputs).logits, expected)
+
+
+def test_routers_in_training_mode_add_no_noise() -> None:
+    model = make_source_model("switch_transformers", router_jitter_noise=0.5)
+    ids = torch.randint(3, 32, (4, 8))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    expected = model.eval()(**inputs).logits
+    turn_dropout_off(model)
+    assert torch.equal(model.train()(**inputs).logits, expected)
