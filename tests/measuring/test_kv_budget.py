@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.cli.options import cache_budget
+from gqa_convert.conversion.calibration import blocks
 from gqa_convert.conversion.calibration.batches import prepare_calibration
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import make_plan
@@ -199,14 +200,18 @@ def test_a_layer_costs_what_it_loses_on_text_and_on_made_up_records(
     assert max(ratios) > 1.02 * min(ratios), "the test tells them apart"
 
 
+@pytest.mark.parametrize("short_batches", [6, 2])
 def test_for_fit_layers_are_fitted_and_each_only_once(
+    short_batches: int,
     source: Path,
     text: Path,
     tmp_path: Path,
     converted: tuple[Path, dict[str, Any], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed in the second pass over the layers, and repeated."""
+    """Killed in the second pass over the layers, and repeated; on all of the text, and on less."""
+    monkeypatch.setattr(merged_copies, "_SHORT_BATCHES", short_batches)
+    monkeypatch.setattr(blocks, "BATCH_TOKENS", 128)
     monkeypatch.setattr(merged_copies, "MOST_COPIES", 8)
     monkeypatch.setattr(merged_copies, "SHORT_STEPS", 2)
     made, fits, left = merged_copies.OneLayer, list[tuple[str, int, int]](), [12]
@@ -216,7 +221,11 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
             raise KeyboardInterrupt
         left[0] -= 1
         fits.append((attention.name, groups, options.steps))
-        return made(attention, layer, groups, options)
+        fit = made(attention, layer, groups, options)
+        # the last batch decides, whatever share of the text is read
+        numbers = [[call.number for call in part] for part in (fit._fitted, fit._validation)]
+        assert numbers == [[*range(short_batches - 1)], [short_batches - 1]]
+        return fit
 
     def choose(out: Path | None = tmp_path / "out") -> BudgetChoice:
         options = ConversionOptions(

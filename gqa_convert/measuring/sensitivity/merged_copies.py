@@ -175,10 +175,11 @@ def merge_by_short_fits(
         attention: its module, with its calls.
         candidates: the numbers of K/V heads.
     """
+    calls = attention.calls[:_SHORT_BATCHES]
+    few = replace(attention, calls=calls, batches=len(calls))
     for groups in candidates:
         key = f"{layer_key(layer.layout.layer.number)}-{groups}"
         if store.record(key) is None:
-            few = replace(attention, calls=attention.calls[:_SHORT_BATCHES])
             tensors, record = OneLayer(few, layer, groups, options).fit()
             store.write(key, tensors, asdict(record))
         yield store.read(key)
