@@ -6,7 +6,7 @@ the shortest of them, as sounds and their texts are (`speech`).
 
 from collections.abc import Sequence
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from gqa_convert.data.sources import SELF, TextSource, first_row
 from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import is_encoder_decoder, read_config
-
-if TYPE_CHECKING:
-    pass
 
 _INPUT = "source"
 _FIELDS = (_INPUT, "target")

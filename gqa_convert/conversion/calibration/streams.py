@@ -113,8 +113,9 @@ class Calibration:
 
     @property
     def sequence_length(self) -> int:
-        """The tokens of the longest sample in `batches`; of an encoder's input where it reads "
-        "them."""
+        """The tokens of the longest sample in `batches`; of an encoder's input where it reads
+        them.
+        """
         name = "input_ids" if "input_ids" in self.batches[0] else "decoder_input_ids"
         return max(int(batch[name].shape[1]) for batch in self.batches)
 
@@ -138,7 +139,7 @@ def tokens_of(batch: Batch) -> "Tensor":
     return batch["decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"]
 
 
-def rows_of(batch: Batch, first: int, last: int) -> Batch:
+def rows_between(batch: Batch, first: int, last: int) -> Batch:
     """The rows of a batch from the first up to the last one, which is left out."""
     return {name: tensor[first:last] for name, tensor in batch.items()}
 
@@ -173,8 +174,8 @@ def hold_out(batches: Sequence[Batch], share: int) -> tuple[Batches, Batches]:
         left = rows - max(1, wanted // length)
         if left or len(whole) > 1:
             last = whole.pop()
-            held_out.append(rows_of(last, left, rows))
-            whole += [rows_of(last, 0, left)] if left else []
+            held_out.append(rows_between(last, left, rows))
+            whole += [rows_between(last, 0, left)] if left else []
     return [*whole, *short], held_out
 
 

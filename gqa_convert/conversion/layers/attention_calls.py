@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.calibration.streams import Batch, rows_of, tokens_of
+from gqa_convert.conversion.calibration.streams import Batch, rows_between, tokens_of
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.processes import count, rank
 
@@ -30,7 +30,8 @@ def parts_of(batch: Batch) -> list[Batch]:
     length = max(tensor.shape[1] for tensor in batch.values() if not tensor.is_floating_point())
     together = max(1, _TOKENS_TOGETHER // length)
     return [
-        rows_of(batch, row, row + together) for row in range(0, len(tokens_of(batch)), together)
+        rows_between(batch, row, row + together)
+        for row in range(0, len(tokens_of(batch)), together)
     ]
 
 

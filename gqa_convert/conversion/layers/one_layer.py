@@ -3,7 +3,7 @@
 The moments of the *student's* inputs, which the layers below have merged already, decide how the
 layer's heads are merged. `fit` then trains the merged projections to yield what the source's
 attention yields on the same inputs, and lets the output projection repair as much of what the
-student's residual stream misses as held-out text confirms.
+student's residual stream misses as validation text confirms.
 """
 
 import math
@@ -149,7 +149,7 @@ class OneLayer:
             return self._attention.run(call)
 
     def _error(self, weights: Weights, share: float = 0.0) -> float:
-        """The error of the layer's output on held-out text, relative to the target, in root mean
+        """The error of the layer's output on validation text, relative to the target, in root mean
         square; see `AttentionCall.between` for the target.
         """
         error = power = 0.0
@@ -190,12 +190,13 @@ class OneLayer:
 
     def _trained(self, weights: Weights) -> Weights:
         """The weights after the gradient stage; those given where it does not bring them nearer on
-        held-out text.
+        validation text.
 
         The stage is Adam on the squared error of attention's output. It aims at what the source's
         attention makes of the student's inputs, and at a share of what the student's residual
-        stream misses already: the share that the layer can predict on held-out text. In deep models
-        it is small, and to fit the rest, which is noise to the layer, would do harm on other text.
+        stream misses already: the share that the layer can predict on validation text. In deep
+        models it is small, and to fit the rest, which is noise to the layer, would do harm on
+        other text.
         """
         steps = self._options.steps
         if not steps or self._error(weights) < _EXACT:
@@ -224,7 +225,7 @@ class OneLayer:
 
     def _refitted(self, weights: Weights) -> Weights:
         """The weights with a change of the output projection that brings the student's residual
-        stream nearer to the source's, as far as held-out text confirms it.
+        stream nearer to the source's, as far as validation text confirms it.
         """
         self._tell("refit")
         if self._error(weights, 1) < _EXACT:
@@ -244,8 +245,8 @@ class OneLayer:
 
     def _repair(self, weights: Weights) -> tuple[Regression, float | None, float]:
         """The regression of what the student's residual stream misses on what enters the output
-        projection; the strength that repairs most on held-out text, None where each does harm; and
-        the share that it repairs.
+        projection; the strength that repairs most on validation text, None where each does harm;
+        and the share that it repairs.
         """
         fitted, validation = (
             self._regression(calls, weights) for calls in (self._fitted, self._validation)
