@@ -296,14 +296,14 @@ def train(
                 f"that is not finite; {where}: run again with a lower learning_rate, a lower "
                 "gradient_clipping or precision=no"
             )
-        if step % recipe.save_every == 0:
-            save()
-            saved = step
-        # the last one is exported as the result
+        # before the step is saved, so that a kill can't lose an export; the last one is the result
         if recipe.export_every and step % recipe.export_every == 0 and step < steps:
             out = folder.exported(step)
             export_to(out)
             say(f"the model after step {step} is in {out}")
+        if step % recipe.save_every == 0:
+            save()
+            saved = step
     if saved != progress.step:
         save()
     if progress.step < steps:
