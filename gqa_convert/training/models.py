@@ -90,9 +90,9 @@ def recompute(model: Any) -> None:
 def turn_dropout_off(model: Any) -> None:
     """Set every dropout of a transformers model to 0: in modules, in the numbers that attention
     passes to its function, and in the config that modules may read. Uptraining continues
-    pretraining, which T5 1.1 and most decoders did without dropout. The probability of dropping
-    whole layers (`layerdrop`) is not changed.
-    The noise of routers (`jitter_noise`) is turned off too.
+    pretraining, which T5 1.1 and most decoders did without dropout. The noise of routers
+    (`jitter_noise`) is turned off too. The probability of dropping whole layers (`layerdrop`) is
+    not changed.
 
     NLLB-MoE's experts are scaled by what training would drop of them, and its routers leave tokens
     out, in training alone. These modules therefore stay in evaluation mode: else what is trained

@@ -45,6 +45,9 @@ from gqa_convert.training.stopping import StopRequests
 from gqa_convert.training.trainer import Trainer, remove_output
 from gqa_convert.training.uptrain import Caller
 
+Export = Callable[[Path], RunSummary | None]
+"""Writes the model as it is now to a folder; see `export`."""
+
 _LONGEST_STREAK = 5
 """The number of consecutive steps without a finite gradient after which the run ends."""
 
@@ -94,6 +97,9 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
                         f"language-model loss on the evaluation data, {name}: {loss:.4f} nats "
                         "per token"
                     )
+        export_to = partial(
+            export, trainer, opened.models[0], folder.metrics, str(device), caller.command
+        )
         log = partial(log_step, folder.metrics, accelerator, caller.on_step, trainer.steps)
         with stops.at_boundaries():
             if progress.step:
@@ -102,16 +108,8 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
                 set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
             settings = {name: str(value) for name, value in recipe.resolved().items()}
             accelerator.init_trackers("gqa-convert", settings)
-            export_to = partial(
-                export,
-                trainer,
-                opened.models[0],
-                folder=folder,
-                device=device,
-                command=caller.command,
-            )
             train(trainer, folder, log, export_to, stops, say)
-        summary = finish(trainer, opened, folder, device, caller.command)
+        summary = finish(export_to, folder)
         if recipe.trackers:
             accelerator.end_training()
     return summary
@@ -252,7 +250,7 @@ def train(
     trainer: Trainer,
     folder: RunFolder,
     log: Callable[[StepMetrics], None],
-    export_to: Callable[[Path], Any],
+    export_to: Export,
     stops: StopRequests,
     say: Say,
 ) -> None:
@@ -317,12 +315,9 @@ def train(
                 )
 
 
-def finish(
-    trainer: Trainer, opened: Opened, folder: RunFolder, device: Any, command: list[str] | None
-) -> RunSummary | None:
+def finish(export_to: Export, folder: RunFolder) -> RunSummary | None:
     """Write the trained model and, last, the summary, which is returned on the main process."""
-    source = opened.models[0]
-    summary = export(trainer, source, folder.model, folder, device, command)
+    summary = export_to(folder.model)
     if summary:
         # a run may have been killed between its last checkpoint and this point
         folder.checkpoints.prune()
@@ -333,12 +328,19 @@ def finish(
 def export(
     trainer: Trainer,
     source: Checkpoint,
-    out: Path,
-    folder: RunFolder,
-    device: Any,
+    metrics: Path,
+    device: str,
     command: list[str] | None,
+    out: Path,
 ) -> RunSummary | None:
     """Write the model as it is now to a folder, whole or not at all. Every process calls this.
+
+    Args:
+        trainer: has the model and its progress.
+        source: the checkpoint that training began with.
+        metrics: the file of the run's metrics.
+        device, command: of the run, for the record.
+        out: the folder.
 
     Returns:
         On the main process, the summary of the run so far.
@@ -354,12 +356,12 @@ def export(
         if not rank():
             if recipe.lora:
                 model = merged_model(model, source.local_folder)
-            lines = read_metrics(folder.metrics)
+            lines = read_metrics(metrics)
             alpha = None
             if recipe.pretraining_tokens:
                 alpha = progress.tokens / recipe.pretraining_tokens
             summary = RunSummary(
-                **measurement("uptrain", command, str(device)),
+                **measurement("uptrain", command, device),
                 processes=started(),
                 model=str(out),
                 steps=progress.step,
