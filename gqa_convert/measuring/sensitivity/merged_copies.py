@@ -175,7 +175,10 @@ def merge_by_short_fits(
         attention: its module, with its calls.
         candidates: the numbers of K/V heads.
     """
-    calls = attention.calls[:_SHORT_BATCHES]
+    calls = attention.calls
+    if len(calls) > _SHORT_BATCHES:
+        # the last one is validation text
+        calls = [*calls[: _SHORT_BATCHES - 1], calls[-1]]
     few = replace(attention, calls=calls, batches=len(calls))
     for groups in candidates:
         key = f"{layer_key(layer.layout.layer.number)}-{groups}"
