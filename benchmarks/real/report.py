@@ -51,11 +51,6 @@ def with_error(cells: list[Cell], kind: str, window: str, name: str) -> str:
     return f"{statistics.mean(each):.3f} ± {error:.3f}{spread}"
 
 
-def windows(source: Cell) -> list[str]:
-    """The window lengths of the source's scores, ascending."""
-    return sorted({window for each in source["loss"].values() for window in each}, key=int)
-
-
 def results_table(source: Cell, found: Rows) -> str:
     """One row per method, in windows of 512 tokens."""
     lines = []
@@ -104,61 +99,12 @@ def found_and_recovery(source: Cell, cells: list[Cell]) -> str:
     )
 
 
-def windows_table(source: Cell, found: Rows) -> str:
-    """The KL of the methods that were measured at several window lengths."""
-    known = windows(source)
-    lines = []
-    for method, cells in found.items():
-        for kind in KINDS:
-            divergences = [with_error(cells, kind, window, "kl") for window in known]
-            if sum(map(bool, divergences)) > 1:
-                lines.append([method, kind, *divergences])
-    return table(["method", "text", *(f"KL, {each}" for each in known)], lines)
-
-
-def retrieval_table(source: Cell, found: Rows) -> str:
-    """Shares found by length, and by kind of question over all lengths."""
-    measured = {"source": [source], **found}
-    lengths = {
-        method: [each for cell in cells for each in cell.get("retrieval", {}).items()]
-        for method, cells in measured.items()
-    }
-    known = sorted({length for each in lengths.values() for length, _ in each}, key=int)
-    kinds = list(
-        dict.fromkeys(
-            kind for each in lengths.values() for _, cell in each for kind in cell["by_kind"]
-        )
-    )
-    lines = []
-    for method, each in lengths.items():
-        if each:
-            shares = [
-                [cell["found"] for length, cell in each if length == wanted] for wanted in known
-            ]
-            shares += [[cell["by_kind"][kind] for _, cell in each] for kind in kinds]
-            lines.append([method, *(f"{100 * statistics.mean(share):.0f}%" for share in shares)])
-    return table(["method", *(f"{int(length):,} tokens" for length in known), *kinds], lines)
-
-
-def sources_table(source: Cell) -> str:
-    lines = [
-        [f"{int(window):,}", *(with_error([source], kind, window, "loss") for kind in KINDS)]
-        for window in windows(source)
-    ]
-    return table(["window", *KINDS], lines)
-
-
 def blocks(data: Data) -> dict[str, str]:
     """The text of every block of the page, from the content of the file of `benchmarks.real`."""
     made: dict[str, str] = {}
     for model, measured in data["models"].items():
         source, found = measured["scores"], rows(data, model)
-        made |= {
-            f"{model} results": results_table(source, found),
-            f"{model} sources": sources_table(source),
-            f"{model} windows": windows_table(source, found),
-            f"{model} retrieval": retrieval_table(source, found),
-        }
+        made[f"{model} results"] = results_table(source, found)
     return made
 
 
