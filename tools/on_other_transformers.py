@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gqa_convert.families.released import TESTED
+from gqa_convert.families.family import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/families/test_modelling_files.py", "-k", "merged_heads")

@@ -16,12 +16,6 @@ def verify(
     logits: bool = option(
         "--logits/--no-logits", "Load both models and compare their outputs.", True
     ),
-    refresh: bool = option(
-        "--refresh",
-        "First replace modelling files of an earlier release in OUT by those of this one, and "
-        "record that.",
-        False,
-    ),
     as_json: Json = False,
 ) -> None:
     """Prove that OUT is SOURCE with merged K/V heads and no other change.
@@ -37,19 +31,12 @@ def verify(
 
       gqa-convert verify ./gqa8
       gqa-convert verify ./gqa4 --source ./Llama-2-70b --no-logits
-      gqa-convert verify ./t5-gqa4 --refresh
     """
-    from gqa_convert.conversion.refreshing import refresh_modeling
     from gqa_convert.verify import verify_checkpoint
 
     from .console.screen import ProgressScreen, print_json, say
 
     with ProgressScreen() as screen:
-        if refresh:
-            replaced = refresh_modeling(out) or [
-                "nothing: no modelling file is of an earlier release"
-            ]
-            screen.say(f"note: replaced {' and '.join(replaced)}")
         report = verify_checkpoint(
             out,
             source,

@@ -23,6 +23,13 @@ begin with `GQA`.
 MODELING = Path(__file__).parent / "modeling"
 """Where the package keeps the modelling files that travel with checkpoints."""
 
+TESTED = ">=5.18,<5.25"
+"""The versions of transformers that these files were tested with; pyproject.toml states them too.
+"""
+
+TESTED_KEY = "transformers_tested"
+"""Where a result's config.json has the versions that its modelling files were tested with."""
+
 AttentionKind = Literal["decoder", "cross", "encoder"]
 """Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's
 self-attention, which keeps no cache.
@@ -73,6 +80,15 @@ class Modeling:
         what it imports.
         """
         return MODELING / f"{self.file}.py", MODELING / "gqa_common.py"
+
+    def unknown_files(self, folder: Path) -> list[Path]:
+        """Those of the files that a result lacks, or that differ from this package's."""
+        found = [folder / file.name for file in self.files]
+        return [
+            path
+            for path, file in zip(found, self.files, strict=True)
+            if not path.is_file() or path.read_bytes() != file.read_bytes()
+        ]
 
     @property
     def auto_map(self) -> dict[str, str]:

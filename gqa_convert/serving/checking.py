@@ -29,7 +29,6 @@ from gqa_convert.families.loading import (
     load_tokenizer,
     read_config,
 )
-from gqa_convert.families.released import release_of
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.paths import local_path
@@ -266,8 +265,7 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
         return False
     modeling = FAMILIES[str(config["model_type"])].modeling
     assert modeling is not None
-    release = release_of(folder, modeling)
-    if release is None or not release.is_current:
+    if modeling.unknown_files(folder):
         return False
     places = (config.get("auto_map") or {}).values()
     return all(str(place).startswith(f"{modeling.file}.") for place in places)

@@ -7,16 +7,13 @@ import json
 from typing import Any
 
 from gqa_convert.families.composite import decoder_section
-from gqa_convert.families.family import Modeling
+from gqa_convert.families.family import MODELING, TESTED, TESTED_KEY, Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.released import TESTED_KEY, is_released, release_of
 from gqa_convert.publishing.ownership import hash_file
 from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FACTORED, FITTED, Result
-
-_REFRESH = "`gqa-convert verify OUT --refresh` replaces them by this release's"
 
 
 def in_json(value: Any) -> str:
@@ -43,11 +40,8 @@ def check_config(result: Result) -> str:
     """
     config = result.inputs.out_config
     expected = _expected_config(result)
-    release = release_of(result.inputs.out, result.modeling) if result.modeling else None
-    # files of no release fail a check of their own
-    tested = release.transformers if release else config.get(TESTED_KEY)
-    if tested is not None:
-        expected[TESTED_KEY] = tested
+    if result.modeling:
+        expected[TESTED_KEY] = config.get(TESTED_KEY, TESTED)  # another version's, too
     compare_json(CONFIG, config, expected)
     return f"SOURCE's, with {result.groups} K/V heads"
 
@@ -113,23 +107,18 @@ def _auto_map(config: JsonObject, *, models: bool) -> JsonObject:
 
 
 def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
-    """OUT's modelling files are those of one release of the package, byte for byte, and the only
-    code that its config leads to.
+    """OUT's modelling files are the package's, byte for byte, and the only code that its config
+    leads to.
     """
-    names = [file.name for file in modeling.files]
-    release = release_of(inputs.out, modeling)
-    if release is None:
-        unknown = [name for name in names if not is_released(inputs.out, name)]
-        if unknown:
-            raise Failure(
-                f"{unknown[0]} differs from the file of every release: its code is not executed"
-            )
-        raise Failure(f"the modelling files are of different releases: {_REFRESH}")
+    unknown = modeling.unknown_files(inputs.out)
+    if unknown:
+        raise Failure(
+            f"{unknown[0].name} is not this package's, so that its code is not executed: if you "
+            f"did not change it, copy the files of that name from {MODELING}"
+        )
     code = _auto_map(inputs.out_config, models=True)
     compare_json(f"{CONFIG}: auto_map", code, modeling.auto_map)
-    if release.is_current:
-        return f"{' and '.join(names)} of this release"
-    return f"{' and '.join(names)}, {release.name}: {_REFRESH}"
+    return " and ".join(file.name for file in modeling.files)
 
 
 def check_provenance(result: Result) -> str:

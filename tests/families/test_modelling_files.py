@@ -5,6 +5,7 @@ stock source computes once each K/V head is replaced by its group's mean.
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,8 @@ from torch import nn
 
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
-from gqa_convert.families.family import MODELING
+from gqa_convert.families.family import MODELING, TESTED
 from gqa_convert.families.modeling import gqa_bloom, gqa_common, gqa_opt
-from gqa_convert.families.released import TESTED
 from gqa_convert.families.table import FAMILIES, Modeling
 from tests.helpers.command_line import run_python
 from tests.helpers.elsewhere import (
@@ -441,3 +441,8 @@ def test_imports(file: Path) -> None:
         set(imported)
         <= {"torch", "transformers", "huggingface_hub", ".gqa_common"} | sys.stdlib_module_names
     )
+
+
+def test_pyproject_states_the_versions_that_were_tested() -> None:
+    project = tomllib.loads((MODELING.parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"transformers{TESTED}" in project["dependencies"]

@@ -19,7 +19,7 @@ from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, OptionError, OutputError, PublishError
-from gqa_convert.families.released import TESTED
+from gqa_convert.families.family import TESTED
 from gqa_convert.hub.publishing import publish
 from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.measuring.results import EvaluationFile, write_result

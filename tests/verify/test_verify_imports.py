@@ -16,7 +16,6 @@ SHARED = {
     "families.family": "the families' records",
     "families.layerwise": "the forms of configs whose layers differ",
     "families.legacy_config_keys": "the config keys of transformers 4",
-    "families.released": "the releases of the modelling files",
     "families.table": "finding a family",
     "families.records": "the norm of keys of a type on no list",
     "families.composite": "the config of the decoder inside a composite model",

@@ -3,9 +3,8 @@
 import copy
 
 from gqa_convert.families.composite import decoder_config, decoder_section
-from gqa_convert.families.family import Family, Modeling
+from gqa_convert.families.family import TESTED, TESTED_KEY, Family, Modeling
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.released import TESTED, TESTED_KEY
 from gqa_convert.runtime.json_objects import JsonObject
 
 

@@ -47,7 +47,7 @@ def misfit(stock, what):
     return ImportError(
         f"{stock.__name__} of transformers {transformers.__version__} {what}, which this modelling "
         "file does not know: install a transformers that `transformers_tested` in config.json "
-        "allows, or renew the file by `gqa-convert verify FOLDER --refresh`"
+        "allows, or copy this file from a newer gqa-convert"
     )
 
 
