@@ -1,7 +1,6 @@
 """`gqa-convert inspect`."""
 
 from .options import (
-    Budget,
     Calibration,
     CalibrationTokens,
     Candidates,
@@ -9,7 +8,6 @@ from .options import (
     Json,
     Revision,
     Source,
-    option,
 )
 
 
@@ -18,17 +16,11 @@ def inspect(
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
     candidates: Candidates = None,
-    max_loss_increase: float | None = option(
-        "--max-loss-increase NATS",
-        "Recommend the smallest N that adds at most this loss, in nats per token.",
-        min=0,
-    ),
-    kv_budget: Budget = None,
     device: Device = None,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Show what merging K/V heads would cost for every N, and recommend an N. Nothing is converted.
+    """Show what merging K/V heads would cost for every N. Nothing is converted.
 
     SOURCE runs with merged heads on held-out text of --calibration. The loss that the closed form,
     method factor, adds is an upper bound of what convert --calibration adds.
@@ -36,9 +28,7 @@ def inspect(
     Examples:
 
       gqa-convert inspect ./Llama-2-7b --calibration text.txt
-      gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16 \\
-        --max-loss-increase 0.5
-      gqa-convert inspect ./Llama-2-7b --calibration text.txt --kv-budget 50%
+      gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
     from gqa_convert.measuring.tables import figure, filled
@@ -51,8 +41,6 @@ def inspect(
             calibration=calibration,
             calibration_tokens=calibration_tokens,
             candidates=candidates,
-            max_loss_increase=max_loss_increase,
-            kv_budget=kv_budget,
             device=device,
             revision=revision,
             progress=screen.show,
@@ -82,9 +70,3 @@ def inspect(
     show_table(title, filled(rows))
     for warning in sink_warnings(losses.by_groups):
         print_note(warning)
-    advice = result.recommendation
-    if advice is not None:
-        mark = "no N fits" if advice.groups is None else "recommended"
-        say(f"{mark}  {advice.reason}")
-        if advice.command:
-            say(f"next  {advice.command}")

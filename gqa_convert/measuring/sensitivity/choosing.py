@@ -48,7 +48,7 @@ from gqa_convert.measuring.sensitivity.merged_copies import (
     score_copies,
 )
 from gqa_convert.merging.methods import DEFAULT
-from gqa_convert.publishing.publication import check_destination, staged_folder
+from gqa_convert.publishing.publication import check_destination
 from gqa_convert.runtime.paths import local_path
 
 FIT_MARGIN = 0.95
@@ -156,12 +156,12 @@ def _fits_store(
         "text": digest,
         "fit": [steps_per_layer(text), text.seed],
     }
-    if out is None:  # the next run removes what a killed one leaves
-        scratch = stack.enter_context(staged_folder(Path(tempfile.gettempdir()) / "short-fits"))
-        folder = scratch.path / "short-fits"
-    else:
-        folder = Path(f"{local_path(out)}.short-fits")
-    return stack.enter_context(LayerStore(folder, depends_on, keep=out is not None))
+    keep = out is not None
+    if out is None:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gqa-convert-"))
+        out = Path(scratch) / "dry-run"
+    folder = Path(f"{local_path(out)}.short-fits")
+    return stack.enter_context(LayerStore(folder, depends_on, keep=keep))
 
 
 def made_up_batches(plan: Plan, held_out: Batches, seed: int) -> list[Batch]:

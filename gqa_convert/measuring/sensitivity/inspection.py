@@ -1,8 +1,5 @@
-"""Shows what merging K/V heads costs by number of K/V heads, and recommends a number; nothing is
-converted.
-"""
+"""Shows what merging K/V heads costs by number of K/V heads; nothing is converted."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +8,11 @@ from typing import Any
 
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
+from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.conversion.planning import check_calibration, check_predicts
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.sensitivity.kv_budget import BudgetChoice, KVBudget, numbers_text
-from gqa_convert.measuring.tables import figure
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.paths import expanded
 
@@ -55,21 +50,6 @@ class HeldOutLosses:
     by_groups: tuple[MergedLoss, ...]
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """What a user should convert to.
-
-    Attributes:
-        groups: K/V heads, or those of each layer; None where no candidate stays within the limit.
-        reason: a sentence.
-        command: the conversion to run next, or None.
-    """
-
-    groups: int | list[int] | None
-    reason: str
-    command: str | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Result):
     """What `inspect --json` prints.
@@ -78,8 +58,6 @@ class Inspection(Result):
         layers: the number of attention layers.
         groups: the candidates that were tried.
         calibration: the text.
-        budget: what was measured for a budget of K/V cache, or None.
-        recommendation: None where the user states neither a loss nor a budget.
     """
 
     format_version: int = 1
@@ -90,8 +68,6 @@ class Inspection(Result):
     groups: tuple[int, ...]
     calibration: JsonObject
     loss: HeldOutLosses
-    budget: BudgetChoice | None
-    recommendation: Recommendation | None
 
 
 def inspect_checkpoint(
@@ -100,8 +76,6 @@ def inspect_checkpoint(
     calibration: Any = None,
     calibration_tokens: int | None = None,
     candidates: Sequence[int] | None = None,
-    max_loss_increase: float | None = None,
-    kv_budget: KVBudget | None = None,
     device: str | None = None,
     revision: str | None = None,
     progress: Progress = no_progress,
@@ -116,8 +90,6 @@ def inspect_checkpoint(
             out for the losses.
         candidates: numbers of K/V heads to try; by default the divisors of the source's number
             below it, six of them if there are more.
-        max_loss_increase: nats per token; recommends the smallest candidate that adds no more.
-        kv_budget: recommends a number of K/V heads for each layer within this K/V cache.
         device: to run the source on, such as `cpu` or `cuda:1`; by default a GPU if there is one.
         revision: branch, tag or commit on the Hub.
         progress: called with the name of a stage, the steps done and the number of steps.
@@ -125,10 +97,6 @@ def inspect_checkpoint(
     Raises:
         GQAConvertError: one of its subclasses for every mistake of the user's.
     """
-    if max_loss_increase is not None and kv_budget is not None:
-        raise OptionError(
-            "--max-loss-increase and --kv-budget exclude each other: state one of them"
-        )
     if calibration is None:
         raise OptionError(
             "inspect measures losses on text: name a file or a dataset with --calibration, "
@@ -138,14 +106,6 @@ def inspect_checkpoint(
     check_calibration("factor", text)
     check = partial(_plan, candidates=candidates, text=text)
     plan, counts = check(open_local(source, revision, check))
-    command = partial(conversion_command, expanded(source), text, revision)
-    budget = recommendation = None
-    if kv_budget is not None:  # first, since it refuses what takes no list
-        from gqa_convert.measuring.sensitivity.choosing import choose_num_kv_heads
-
-        options = ConversionOptions(calibration=text, revision=revision)
-        budget = choose_num_kv_heads(source, kv_budget, options, progress=progress)
-        recommendation = Recommendation(budget.groups, budget.reason, command(budget.groups))
     found = prepare_calibration(plan, text, progress)
     from gqa_convert.conversion.calibration.streams import tokens_of
     from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
@@ -159,10 +119,6 @@ def inspect_checkpoint(
         losses.append(
             MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink)
         )
-    if max_loss_increase is not None:
-        advised, reason = recommend_within_loss(losses, max_loss_increase)
-        follows = None if advised is None else command(advised)
-        recommendation = Recommendation(advised, reason, follows)
     described = {
         "text": found.description,
         "tokens": found.tokens,
@@ -181,26 +137,7 @@ def inspect_checkpoint(
         loss=HeldOutLosses(
             unmerged.loss.value, unmerged.loss.error, unmerged.predicted, tuple(losses)
         ),
-        budget=budget,
-        recommendation=recommendation,
     )
-
-
-def recommend_within_loss(losses: Sequence[MergedLoss], limit: float) -> tuple[int | None, str]:
-    """The smallest number of K/V heads whose loss by the closed form stays within a limit, None if
-    none does; and the reason.
-
-    Args:
-        losses: in ascending order of their groups.
-        limit: nats per token.
-    """
-    allowed = f"at most {limit:g} nats per token by the closed form"
-    for each in losses:
-        if each.increase is not None and each.increase <= limit:
-            added = figure(each, "increase", "+.3f")
-            return each.groups, f"N = {each.groups} adds {allowed} ({added}), and fit loses less"
-    tried = ", ".join(str(each.groups) for each in losses)
-    return None, f"none of N = {tried} adds {allowed}: allow more with --max-loss-increase"
 
 
 def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
@@ -213,21 +150,6 @@ def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
         for each in losses
         if each.sink is not None and each.sink < SINK_KEPT
     ]
-
-
-def conversion_command(
-    source: str, text: CalibrationOptions, revision: str | None, groups: int | list[int]
-) -> str:
-    """The command line of a conversion with the options of the inspection."""
-    out = f"{Path(source).absolute().name}-gqa"
-    words = ["gqa-convert", "convert", source, out, "--groups", numbers_text(groups)]
-    for each in each_of(text.source):
-        words += ["--calibration", str(each)]
-    others = {"--calibration-tokens": text.tokens, "--device": text.device, "--revision": revision}
-    for name, value in others.items():
-        if value is not None:
-            words += [name, str(value)]
-    return shlex.join(words)
 
 
 def _plan(
