@@ -24,7 +24,6 @@ from .options import (
     counts,
     option,
     rare_option,
-    refuse,
 )
 
 
@@ -110,14 +109,6 @@ def convert(
         "and what would load the result.",
         False,
     ),
-    context: Any = rare_option(
-        "--context T",
-        "With --dry-run: tokens for which the K/V cache is shown. Default: the model's context.",
-        parser=count,
-    ),
-    batch: int | None = rare_option(
-        "--batch B", "With --dry-run: sequences in the K/V cache.", min=1
-    ),
     as_json: Json = False,
 ) -> None:
     """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
@@ -142,10 +133,6 @@ def convert(
         raise OptionError(
             "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to "
             "keep, which chooses them"
-        )
-    if not dry_run:
-        refuse(
-            {"--context": context, "--batch": batch}, "is for the K/V cache that --dry-run shows"
         )
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.conversion.estimate import estimate_needs
@@ -194,7 +181,7 @@ def convert(
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
         plan, text = plan_conversion(checkpoint, groups, options)
         needs = estimate_needs(plan, text)
-        caches = caches_at_context(plan, context, batch or 1)
+        caches = caches_at_context(plan)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
         show = partial(show_plan, plan, needs, caches)
     else:

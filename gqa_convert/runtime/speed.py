@@ -13,18 +13,45 @@ GPUS: dict[str, tuple[int, int]] = tomllib.loads(
     Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")
 )
 """Dense bfloat16 teraflops and gigabytes of GPUs."""
-_SMALL, _MIDDLING, _LARGE = 64, 256, 4096
-"""Rows of the matrices whose products are measured: in numpy, in torch on a CPU, and on a GPU."""
+_GPU_SHARE = 0.15
+"""Of a GPU's peak: gradient steps of a layer reached 5%, uptraining 22 to 27%
+(docs/results/README.md).
+"""
+_SMALL, _LARGE = 64, 4096
+"""Rows of the matrices whose products are measured, on a core and on a GPU: numpy divides no
+product so small among cores.
+"""
 _MEASURED = 0.25
 """Seconds that a product is repeated for."""
 
 
-def known_gpu(device: str) -> str | None:
-    """The name in `GPUS` of a torch device; None of a CPU, and of a GPU that is not listed.
+def device_speed(device: str) -> float:
+    """Operations per second in products of matrices: of a CPU in float32, measured on one core
+    without torch, which is slow to import; of a GPU in bfloat16, a share of its peak if it is
+    known, or measured.
 
     Args:
-        device: such as `cuda:1`.
+        device: such as `cpu` or `cuda:1`.
     """
+    gpu = known_gpu(device)
+    if gpu is not None:
+        teraflops, _ = GPUS[gpu]
+        return teraflops * 1e12 * _GPU_SHARE
+    stated = _stated("speed")
+    if stated is not None:
+        return float(stated)
+    if device == "cpu":
+        import numpy as np
+
+        cores = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
+        return cores * _best_speed(np.ones((_SMALL, _SMALL), np.float32))
+    import torch
+
+    return _best_speed(torch.ones(_LARGE, _LARGE, dtype=torch.bfloat16, device=device))
+
+
+def known_gpu(device: str) -> str | None:
+    """The name in `GPUS` of a torch device; None of a CPU, and of a GPU that is not listed."""
     if device == "cpu":
         return None
     name = _stated("gpu_name")
@@ -40,43 +67,10 @@ def _squeezed(name: str) -> str:
     return re.sub("[ _-]", "", name.lower())
 
 
-def measured_speed(device: str, dtype: str) -> float:
-    """Operations per second in products of square matrices, measured now.
-
-    Of a CPU, one core is measured, by products so small that numpy divides none among cores, and
-    the best of them, so that other work on the machine counts little.
-
-    Args:
-        device: a torch device.
-        dtype: a torch type, such as `float32`.
-    """
-    stated = _stated("speed")
-    if stated is not None:
-        return float(stated)
-    if device == "cpu" and dtype != "bfloat16":  # torch is slow to import
-        import numpy as np
-
-        small = np.ones((_SMALL, _SMALL), dtype)
-        return _threads() * _best_speed(small)
-    import torch
-
-    if device != "cpu":
-        return _best_speed(torch.ones(_LARGE, _LARGE, dtype=getattr(torch, dtype), device=device))
-    threads = int(torch.get_num_threads())
-    torch.set_num_threads(1)
-    try:
-        middling = torch.ones(_MIDDLING, _MIDDLING, dtype=torch.bfloat16)
-        return threads * _best_speed(middling)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _threads() -> int:
-    return int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
-
-
 def _best_speed(matrix: Any) -> float:
-    """Operations per second in the fastest of some products of a matrix with itself."""
+    """Operations per second in the fastest of some products of a matrix with itself, so that other
+    work on the machine counts little.
+    """
     seconds: list[float] = []
     began = time.perf_counter()
     while time.perf_counter() - began < _MEASURED or len(seconds) < 3:

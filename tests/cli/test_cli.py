@@ -86,24 +86,21 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     )
 
 
-def test_a_dry_run_shows_the_cache_at_a_context_for_a_batch(tmp_path: Path) -> None:
-    """Of two layers, the second has a window of 64 tokens."""
+def test_a_dry_run_shows_the_cache_at_the_models_context(tmp_path: Path) -> None:
+    """Of two layers, the second has a window of 40 tokens."""
     source = write_llama(tmp_path / "source")
     head = 2 * WIDTH * 4
-    write_config(source, sliding_window=64, layer_types=["full_attention", "sliding_attention"])
-    words = ("convert", source, "-n", "4", "--dry-run", "--context", "1k", "--batch", "3")
+    write_config(source, sliding_window=40, layer_types=["full_attention", "sliding_attention"])
+    words = ("convert", source, "-n", "4", "--dry-run")
     cache = json.loads(run(*words, "--json").stdout)["kv_cache"]
-    sizes = {"before": 3 * 12 * head * (1000 + 64), "after": 3 * 4 * head * (1000 + 64)}
-    assert cache == {"tokens": 1000, "batch": 3, **sizes}
+    sizes = {"before": 12 * head * (64 + 40), "after": 4 * head * (64 + 40)}
+    assert cache == {"tokens": 64, **sizes}
     row = (
-        f"K/V cache at 1k tokens, batch 3 {cache['before'] / 1e6:.1f} MB "
-        f"{cache['after'] / 1e3:.1f} kB 0.333"
+        f"K/V cache at 64 tokens {cache['before'] / 1e3:.1f} kB {cache['after'] / 1e3:.1f} kB 0.333"
     )
     assert row in " ".join(run(*words).stdout.split())
-    short = json.loads(run(*words[:-3], "40", "--json").stdout)["kv_cache"]
-    assert (short["batch"], short["before"]) == (1, 12 * head * 80)
     write_config(source, sliding_window=16, use_sliding_window=False, layer_types=None)
-    whole = json.loads(run("convert", source, "-n", "4", "--dry-run", "--json").stdout)["kv_cache"]
+    whole = json.loads(run(*words, "--json").stdout)["kv_cache"]
     assert (whole["tokens"], whole["before"]) == (64, 2 * 12 * head * 64)
 
 

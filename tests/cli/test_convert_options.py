@@ -50,12 +50,11 @@ def test_the_cross_attention_cache_of_a_plan(
     ):
         source = make_source(model_type, tmp_path / model_type, **changes)
         plan = make_plan(open_checkpoint(source), 3, method="mean", encoder=model_type == "t5")
-        caches = caches_at_context(plan, None, 2)
+        caches = caches_at_context(plan)
         show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
-        before = 2 * plan.kv_cache_bytes("cross").before * context
+        before = plan.kv_cache_bytes("cross").before * context
         assert caches["cross_kv_cache"] == {
             "tokens": context,
-            "batch": 2,
             "before": before,
             "after": before // 4,
         }
@@ -65,7 +64,7 @@ def test_the_cross_attention_cache_of_a_plan(
             for words in shown
             if words[:2] == ["cross", "cache"] and words[2] == "at"
         ]
-        assert row.startswith(f"cross cache at {label} tokens, batch 2 ")
+        assert row.startswith(f"cross cache at {label} tokens ")
         assert row.endswith(" 0.250")
     rows = [(words[0], words[-1]) for words in shown if "k.weight" in " ".join(words)]
     assert rows == [

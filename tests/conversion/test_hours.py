@@ -11,17 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion import hours
 from gqa_convert.conversion.estimate import estimate_needs
+from gqa_convert.conversion.hours import forward_operations
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.demo import CHECKPOINT
 from gqa_convert.runtime.machine import STATED
 from gqa_convert.runtime.messages import about
-from gqa_convert.runtime.speed import GPUS, known_gpu, measured_speed
+from gqa_convert.runtime.speed import GPUS, device_speed, known_gpu
 from tests.helpers.tiny import make_checkpoint
 
 BLOCK = 64
+FEW = 2
+"""Tokens of a block in which pairs of tokens take little."""
 
 
 def plan_of(source: Path, groups: int = 3, method: str = "fit") -> Plan:
@@ -33,10 +35,10 @@ def options(**stated: Any) -> CalibrationOptions:
 
 
 def counted(model: Any) -> int:
-    """The operations that torch counts in a forward pass of a block."""
+    """The operations that torch counts in a forward pass of a few tokens."""
     experts = {torch.ops.aten._grouped_mm: lambda left, right, *_, **__: 2 * prod(left) * right[-1]}
     with FlopCounterMode(display=False, custom_mapping=experts) as counter, torch.no_grad():
-        model(input_ids=torch.zeros(1, BLOCK, dtype=torch.long), use_cache=False)
+        model(input_ids=torch.zeros(1, FEW, dtype=torch.long), use_cache=False)
     return counter.get_total_flops()
 
 
@@ -44,7 +46,7 @@ def counted(model: Any) -> int:
 def test_a_forward_pass_takes_what_torch_counts(name: str, tmp_path: Path) -> None:
     source = make_checkpoint(name, tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
-    estimated = BLOCK * hours._forward(make_plan(open_checkpoint(source), 1), options())
+    estimated = FEW * forward_operations(make_plan(open_checkpoint(source), 1))
     assert estimated == pytest.approx(counted(model), rel=0.02)
 
 
@@ -62,7 +64,7 @@ def test_each_part_of_the_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers < taken(kl_steps=0) < taken(kl_steps=20) < taken()
     # twice the steps take twice the time, of which three passes are of source and student
     step = (taken(kl_steps=200, mix=False) - taken(kl_steps=100, mix=False)) / 100
-    forward = 2048 * hours._forward(plan, options()) / 1e12 / 3600
+    forward = 2048 * forward_operations(plan) / 1e12 / 3600
     assert 3 * forward < step < 4 * forward
     assert taken(kl_steps=0, mix=False, tokens=4096) < 0.8 * layers
     assert estimate_needs(plan, CalibrationOptions()).hours is None
@@ -110,7 +112,7 @@ def test_gpus_are_known_by_name(
 
 def test_a_cpu_is_measured() -> None:
     assert known_gpu("cpu") is None
-    assert 1e8 < measured_speed("cpu", "float64") < 1e14
+    assert 1e8 < device_speed("cpu") < 1e14
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hours, "measured_speed", lambda *_: 1e12)
+    monkeypatch.setattr(hours, "device_speed", lambda _: 1e12)
 
 
 def plan_by(method: str) -> Plan:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from tempfile import gettempdir
 
+from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.conversion.estimate import Needs
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.context_length import ENCODER_POSITIONS, intended_length
@@ -30,31 +31,25 @@ _LONG_CONTEXT = 32_768
 """Tokens for which the cache is shown where the config states no context."""
 
 
-def caches_at_context(plan: Plan, context: int | None, batch: int) -> JsonObject:
-    """Return the sizes of the caches for --json, in bytes.
-
-    Args:
-        plan: of the conversion.
-        context: tokens of each sequence; None for as many as the model has positions for.
-        batch: the number of sequences.
+def caches_at_context(plan: Plan) -> JsonObject:
+    """Return the sizes of the caches for --json, in bytes: of a text, and of an encoder's output,
+    with as many tokens as the model has positions for.
     """
     config = plan.checkpoint.config
-    tokens = context or intended_length(config) or _LONG_CONTEXT
-    found = {"kv_cache": (tokens, plan.kv_cache_bytes(tokens=tokens), batch)}
+    tokens = intended_length(config) or _LONG_CONTEXT
+    found = {"kv_cache": _at(tokens, plan.kv_cache_bytes(tokens=tokens))}
     cross = plan.kv_cache_bytes("cross")
     # the config does not count the tokens of an image
     if cross.before and not plan.family.reads_images_alone:
         tokens = intended_length(config, ENCODER_POSITIONS) or _LONG_CONTEXT
-        found["cross_kv_cache"] = (tokens, cross, batch * tokens)
-    return {
-        name: {
-            "tokens": tokens,
-            "batch": batch,
-            "before": times * both.before,
-            "after": times * both.after,
-        }
-        for name, (tokens, both, times) in found.items()
-    }
+        found["cross_kv_cache"] = _at(
+            tokens, BeforeAfter(tokens * cross.before, tokens * cross.after)
+        )
+    return found
+
+
+def _at(tokens: int, both: BeforeAfter) -> JsonObject:
+    return {"tokens": tokens, "before": both.before, "after": both.after}
 
 
 def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
@@ -134,7 +129,7 @@ def _savings(plan: Plan, caches: JsonObject) -> list[Row]:
     for key, both in plan.cache_bytes().items():
         rows.append(_saving(CACHES[key], both.before, both.after))
     for key, cache in caches.items():
-        label = f"{CACHES[key]} at {tokens_text(cache['tokens'])} tokens, batch {cache['batch']}"
+        label = f"{CACHES[key]} at {tokens_text(cache['tokens'])} tokens"
         rows.append(_saving(label, cache["before"], cache["after"]))
     return rows
 
