@@ -2,45 +2,14 @@
 grouped-query attention saves.
 
 Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the
-values, k keys and w features of a memory.
+values, k keys of a memory.
 """
-
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gqa_convert.errors import OptionError
-
-
-class _MemoryRecord:
-    """The state of a memory when the cache was filled from it, to notice another one.
-
-    A tensor at another address is compared number by number. A tensor at the same address is the
-    same one unless it was written to: torch counts writes, so that no number has to be read. It
-    does not for inference tensors, of which the record keeps a copy.
-
-    Args:
-        tensor: [b, k, w]. The record keeps it alive, so that no other tensor gets its address.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.clone() if tensor.is_inference() else tensor.detach()
-        self._version = None if tensor.is_inference() else self._tensor._version
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Whether a tensor holds the recorded numbers."""
-        held = self._tensor
-        if (held.shape, held.dtype, held.device) != (tensor.shape, tensor.dtype, tensor.device):
-            return False
-        if self._version is not None and held._version != self._version:
-            return False
-        is_same = held.data_ptr() == tensor.data_ptr() and held.stride() == tensor.stride()
-        return is_same or bool(torch.equal(held, tensor))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copy would have another address, and nothing changes a record
 
 
 class KVCache:
@@ -60,15 +29,10 @@ class KVCache:
         self.length = 0
         """Tokens held."""
         self._capacity = capacity
+        self.holds_memory = False
+        """Whether the keys and values are those of a memory, for cross-attention."""
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
-        self._memory: list[_MemoryRecord] = []
-        """Of what keys and of what values were projected; empty where they are not a memory's."""
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether the keys and values are those of a memory, for cross-attention."""
-        return bool(self._memory)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens.
@@ -79,13 +43,13 @@ class KVCache:
 
         Returns:
             The keys [b, N, n + t, c] and values [b, N, n + t, e], views that are valid until the
-            next `append` or `truncate`.
+            next `append`.
 
         Raises:
             OptionError: gradients are required, the shapes or types differ from those held, or the
                 cache holds a memory.
         """
-        if self._memory:
+        if self.holds_memory:
             raise OptionError(
                 f"the cache holds a memory of {self.length} keys for cross-attention: "
                 "use another cache for self-attention"
@@ -116,16 +80,12 @@ class KVCache:
         self.length = length
         return self.keys, self.values
 
-    def fill(
-        self, key: Tensor, value: Tensor, memory: Tensor, memory_values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Hold the keys and values of a memory, and remember which memory it was.
+    def fill(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold the keys and values of a memory.
 
         Args:
-            key: [b, N, t, c], projected from `memory`.
-            value: [b, N, t, e], projected from `memory_values`.
-            memory: the tensor that later calls pass to `check_memory`.
-            memory_values: the same; may be `memory` itself.
+            key: [b, N, k, c].
+            value: [b, N, k, e].
 
         Returns:
             The keys and values held.
@@ -135,31 +95,12 @@ class KVCache:
         """
         if self.length:
             raise OptionError(
-                f"the cache holds {self.length} keys already: use a fresh cache for a memory"
+                f"the cache holds {self.length} keys already: use a fresh KVCache for each memory, "
+                "and leave out a memory that the cache holds"
             )
         held = self.append(key, value)
-        record = _MemoryRecord(memory)
-        self._memory = [record, record if memory_values is memory else _MemoryRecord(memory_values)]
+        self.holds_memory = True
         return held
-
-    def check_memory(self, memory: Tensor, memory_values: Tensor) -> None:
-        """Check that the keys and values held are those of this memory.
-
-        Raises:
-            OptionError: they are not, or the memory has been written to since.
-        """
-        if not self._memory:
-            raise OptionError(
-                f"the cache holds {self.length} keys of self-attention, not of a memory: "
-                "use one cache for each"
-            )
-        keys, values = self._memory
-        if not (keys.matches(memory) and values.matches(memory_values)):
-            raise OptionError(
-                f"the cache holds {self.length} keys of another memory, "
-                f"or this memory of {memory.shape[1]} keys was changed in place: "
-                "use a fresh KVCache for each memory"
-            )
 
     @property
     def keys(self) -> Tensor:
@@ -180,21 +121,3 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of the tokens held."""
         return self.keys.nbytes + self.values.nbytes if self._buffers else 0
-
-    def truncate(self, length: int) -> None:
-        """Drop all tokens from the `length`-th on, for example rejected speculative tokens. A
-        memory is kept or dropped as a whole.
-
-        Raises:
-            OptionError: fewer tokens are held, or a memory would be cut.
-        """
-        if not 0 <= length <= self.length:
-            raise OptionError(f"the cache holds {self.length} tokens and cannot be cut to {length}")
-        if self._memory and 0 < length < self.length:
-            raise OptionError(
-                f"the cache holds a memory of {self.length} keys, which cannot be cut: "
-                "use key_mask to hide a part of it"
-            )
-        self.length = length
-        if length == 0:
-            self._memory = []

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import Masks, Shape, combined
-from gqa_convert.attention.projections import GroupedProjections, Merge
-from gqa_convert.errors import GroupsError, OptionError
+from gqa_convert.attention.projections import GroupedProjections
+from gqa_convert.errors import GQAConvertError, OptionError
 
 
 class _NoPackedWeight:
@@ -194,18 +194,13 @@ class GroupedMultiheadAttention(GroupedProjections):
         return result if self.batch_first else result.transpose(0, 1), weights
 
 
-def convert_module(
-    model: nn.Module, groups: int, method: Merge = "mean", *, prefix: str = ""
-) -> nn.Module:
+def convert_module(model: nn.Module, groups: int) -> nn.Module:
     """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and
-    its weights merged.
+    its heads merged into their means.
 
     Args:
         model: any module, such as nn.TransformerDecoder or nn.Transformer, which is not changed.
         groups: N, a divisor of the heads of every attention.
-        method: how heads are merged: their mean, or the first of each group.
-        prefix: convert only modules whose names begin with it; "decoder." does not convert the
-            encoder of an nn.Transformer.
 
     Returns:
         The copy, which needs further training if N is less than the number of heads.
@@ -217,19 +212,14 @@ def convert_module(
     """
     replaced: dict[int, Any] = {}
     for name, part in model.named_modules():
-        if not isinstance(part, nn.MultiheadAttention) or not name.startswith(prefix):
-            continue
-        name = name or "the module"
-        try:
-            replaced[id(part)] = GroupedMultiheadAttention.from_multihead(
-                part, groups, method, name=name
-            )
-        except GroupsError as error:
-            raise GroupsError(f"{name}: {error}") from None
+        if isinstance(part, nn.MultiheadAttention):
+            try:
+                replaced[id(part)] = GroupedMultiheadAttention.from_multihead(part, groups)
+            except GQAConvertError as error:
+                raise type(error)(f"{name or 'the model'}: {error}") from None
     if not replaced:
         raise OptionError(
-            f"{type(model).__name__} holds no nn.MultiheadAttention whose name begins with "
-            f"{prefix!r}: nothing to convert"
+            f"{type(model).__name__} holds no nn.MultiheadAttention: nothing to convert"
         )
     return copy.deepcopy(model, replaced)
 

@@ -113,7 +113,6 @@ class GroupedQueryAttention(GroupedProjections):
         *,
         mask: Tensor | None = None,
         key_mask: Tensor | None = None,
-        documents: Tensor | None = None,
         bias: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
@@ -122,28 +121,25 @@ class GroupedQueryAttention(GroupedProjections):
 
         Args:
             inputs: [b, q, d].
-            memory: [b, k, kdim], the tokens that cross-attention projects keys from. May be omitted
-                once `cache` holds it.
+            memory: [b, k, kdim], the tokens that cross-attention projects keys from. Left out once
+                `cache` holds it.
             memory_values: [b, k, vdim], the tokens that values are projected from; by default
                 `memory`.
             mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**;
                 floats are added to the scores, as in scaled_dot_product_attention. Three axes, [b,
-                q, k] or [H, q, k], are refused: add the fourth.
+                q, k] or [H, q, k], are refused: add the fourth. Packed documents are a mask too.
             key_mask: bool or 0 and 1, [b, k]; True where a key is a token and not padding. With a
                 cache it covers the cached keys too.
-            documents: integers [b, q]; a token sees only the tokens of its own document. Restart
-                `positions` with each document.
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, ALiBi).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
             cache: keys and values of earlier tokens; new ones are appended. In cross-attention the
-                first call fills it from `memory` and later calls read it. A memory that is passed
-                again must be the same.
+                first call fills it from `memory`, and later calls without `memory` read it.
 
         Returns:
             [b, q, d].
 
         Raises:
-            OptionError: shapes or options do not match, or the cache holds another memory.
+            OptionError: shapes or options do not match, or the cache is in use for another memory.
         """
         if not self.batch_first:
             inputs, memory, memory_values = (
@@ -153,22 +149,16 @@ class GroupedQueryAttention(GroupedProjections):
         crossing = memory is not None or (cache is not None and cache.holds_memory)
         cached = 0 if cache is None or crossing else cache.length
         if crossing:
-            if self.causal or self.rotary is not None or documents is not None:
+            if self.causal or self.rotary is not None:
                 raise OptionError(
                     "a memory, or a cache that holds one, is for cross-attention, "
-                    "which has no order of tokens: use a layer without "
-                    "causal and rotary, and give no documents"
+                    "which has no order of tokens: use a layer without causal and rotary"
                 )
             query, key, value = self._of_memory(inputs, memory, memory_values, cache)
         else:
             if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
                 raise OptionError(
                     f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it"
-                )
-            if documents is not None and (cache is not None or documents.shape != inputs.shape[:2]):
-                raise OptionError(
-                    f"documents are {list(documents.shape)}: "
-                    f"give [batch, queries] = {list(inputs.shape[:2])}, and no cache"
                 )
             query, key, value = self.project(inputs, inputs, inputs)
         # their order, before they join the cache
@@ -185,7 +175,7 @@ class GroupedQueryAttention(GroupedProjections):
             key, value = cache.append(key, value)
         # attention, as far as a query may see
         mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
-        mask, bias = combined(mask, bias, *_seen(key_mask, documents, key))
+        mask, bias = combined(mask, bias, _seen(key_mask, key))
         order: dict[str, Any] = {"causal": True, "cached": cached} if self.causal else {}
         dropout = self.dropout if self.training else 0.0
         out = grouped_query_attention(
@@ -208,13 +198,11 @@ class GroupedQueryAttention(GroupedProjections):
                 "give both, or neither to read the memory in the cache"
             )
         values = memory if memory_values is None else memory_values
-        if cache is not None and cache.holds_memory:
-            if memory is not None:
-                cache.check_memory(memory, values)
+        if memory is None and cache is not None:
             return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
         query, key, value = self.project(inputs, memory, values)
         if cache is not None:
-            key, value = cache.fill(key, value, memory, values)
+            key, value = cache.fill(key, value)
         return query, key, value
 
 
@@ -230,18 +218,15 @@ def _places(positions: Tensor | None, cached: int, inputs: Tensor) -> Tensor:
     return positions.reshape(-1, queries)
 
 
-def _seen(key_mask: Tensor | None, documents: Tensor | None, key: Tensor) -> list[Tensor]:
-    """Where queries see keys, [b, 1, q|1, k], by padding and by documents."""
-    seen = []
-    if key_mask is not None:
-        batch, _, keys, _ = key.shape
-        if key_mask.is_floating_point() or key_mask.shape != (batch, keys):
-            raise OptionError(
-                f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: "
-                "give booleans, True where a key is a token, of "
-                f"[batch, keys] = {[batch, keys]}; floats that are added to the scores are a mask"
-            )
-        seen.append(key_mask.bool()[:, None, None])
-    if documents is not None:
-        seen.append((documents[:, :, None] == documents[:, None])[:, None])
-    return seen
+def _seen(key_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Where queries see keys, [b, 1, 1, k], by padding."""
+    if key_mask is None:
+        return None
+    batch, _, keys, _ = key.shape
+    if key_mask.is_floating_point() or key_mask.shape != (batch, keys):
+        raise OptionError(
+            f"key_mask is {list(key_mask.shape)} of {key_mask.dtype}: "
+            "give booleans, True where a key is a token, of "
+            f"[batch, keys] = {[batch, keys]}; floats that are added to the scores are a mask"
+        )
+    return key_mask.bool()[:, None, None]

@@ -20,33 +20,24 @@ H|1, q|1, k].
 def to_scores(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """A mask or bias as a view [b|1, H|1, q|1, k].
 
-    Three axes are refused unless the first has length 1: broadcasting would read [b, q, k] as [H,
-    q, k] whenever b = H. The keys' axis is not broadcast: a mask of length 1 there has left out the
-    cached keys.
+    Three axes are refused: broadcasting would read [b, q, k] as [H, q, k] whenever b = H. The keys'
+    axis is not broadcast: a mask of length 1 there has left out the cached keys.
 
     Args:
         name: of the argument, for errors.
-        tensor: [q|1, k], [1, q|1, k] or [b|1, H|1, q|1, k].
+        tensor: [q|1, k] or [b|1, H|1, q|1, k].
         shape: (b, H, q, k).
 
     Raises:
         OptionError: the tensor has another shape.
     """
-    found = list(tensor.shape)
-    if tensor.dim() == 3 and tensor.shape[0] != 1:
-        raise OptionError(
-            f"{name} is {found}, and three axes could be [batch, queries, keys] or [heads, "
-            f"queries, keys]: pass {name}[:, None] for one per "
-            f"sequence, {name}[None] for one per query head, or {name}.unflatten(0, (batch, "
-            "heads)) for nn.MultiheadAttention's layout"
-        )
-    view = tensor[(None,) * (4 - tensor.dim())]
-    has_keys = tensor.dim() in (2, 3, 4) and view.shape[3] == shape[3]
-    if not has_keys or any(
+    view = tensor[None, None] if tensor.dim() == 2 else tensor
+    fits = view.dim() == 4 and view.shape[3] == shape[3]
+    if not fits or any(
         size not in (1, whole) for size, whole in zip(view.shape, shape, strict=True)
     ):
         raise OptionError(
-            f"{name} is {found}: "
+            f"{name} is {list(tensor.shape)}: "
             f"give [queries, keys] or [batch, heads, queries, keys] = {list(shape)}, "
             "where any axis but the keys' may be 1"
         )

@@ -5,16 +5,13 @@ Shape legend: b batch, d embed_dim, H query heads, N groups (key/value heads), c
 embed_dim, kdim or vdim.
 """
 
-from collections.abc import Collection
-from typing import Any, Literal, Self, get_args
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
-
-Merge = Literal["mean", "first"]
-PROJECTIONS = ("q", "k", "v", "out")
 
 
 class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -28,7 +25,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         head_dim: c; by default d / H.
         kdim: features of the tokens that keys are projected from; by default d.
         vdim: features of the tokens that values are projected from; by default `kdim`.
-        bias: True for all four projections, or the names of those with a bias among q, k, v, out.
+        bias: whether the four projections have a bias.
         dropout: probability with which an attention weight is zeroed in training.
         batch_first: inputs and outputs are [b, length, features], otherwise [length, b, features].
         device: of the parameters.
@@ -48,7 +45,7 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         head_dim: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
-        bias: bool | Collection[str] = False,
+        bias: bool = False,
         dropout: float = 0.0,
         batch_first: bool = True,
         device: torch.device | str | None = None,
@@ -73,20 +70,11 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.vdim = self.kdim if vdim is None else vdim
         if not 0.0 <= dropout < 1.0:
             raise OptionError(f"dropout is {dropout}: give a probability below 1")
-        biased = set(PROJECTIONS if bias is True else bias or ())
-        if unknown := biased - set(PROJECTIONS):
-            raise OptionError(
-                f"no projection is named {', '.join(sorted(unknown))}: "
-                f"bias takes {', '.join(PROJECTIONS)}"
-            )
-
-        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=name in biased, device=device, dtype=dtype)
-
-        self.q_proj = linear("q", embed_dim, num_heads * self.head_dim)
-        self.k_proj = linear("k", self.kdim, groups * self.head_dim)
-        self.v_proj = linear("v", self.vdim, groups * self.head_dim)
-        self.out_proj = linear("out", num_heads * self.head_dim, embed_dim)
+        linear = partial(nn.Linear, bias=bias, device=device, dtype=dtype)
+        self.q_proj = linear(embed_dim, num_heads * self.head_dim)
+        self.k_proj = linear(self.kdim, groups * self.head_dim)
+        self.v_proj = linear(self.vdim, groups * self.head_dim)
+        self.out_proj = linear(num_heads * self.head_dim, embed_dim)
 
     def extra_repr(self) -> str:
         names = ("num_heads", "groups", "head_dim", "batch_first")
@@ -103,29 +91,19 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         )
 
     @classmethod
-    def from_multihead(
-        cls,
-        module: nn.MultiheadAttention,
-        groups: int,
-        method: Merge = "mean",
-        *,
-        name: str = "the module",
-        **options: Any,
-    ) -> Self:
+    def from_multihead(cls, module: nn.MultiheadAttention, groups: int, **options: Any) -> Self:
         """A module with the weights of an nn.MultiheadAttention. With as many groups as heads, it
         computes the same.
 
         Args:
             module: the source, which is not changed.
             groups: N, a divisor of its heads.
-            method: how heads are merged: their mean, or the first of each group.
-            name: of the module, for errors.
             options: further options of the class, such as `causal`.
 
         Raises:
             GroupsError: N does not divide the heads.
-            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or the method
-                or an option is invalid.
+            OptionError: the module is a subclass, or has `bias_k` or `add_zero_attn`, or an option
+                is invalid.
             NonFiniteError: a number to be merged is NaN or Inf.
         """
         weight = module.out_proj.weight
@@ -144,17 +122,13 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         )
         if type(module) is not nn.MultiheadAttention:
             raise OptionError(
-                f"{name} is a {type(module).__name__}, which may compute something else: "
+                f"the module is a {type(module).__name__}, which may compute something else: "
                 "give an nn.MultiheadAttention"
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise OptionError(
-                f"{name} appends a key (add_bias_kv or add_zero_attn), "
+                "the module appends a key (add_bias_kv or add_zero_attn), "
                 "which grouped-query attention does not support: train one without"
-            )
-        if method not in get_args(Merge):
-            raise OptionError(
-                f"method {method!r} is unknown: choose one of {', '.join(get_args(Merge))}"
             )
         # nn.MultiheadAttention stacks the three projections where their inputs are of one size
         weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
@@ -164,8 +138,8 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         state = {f"out_proj.{kind}": each for kind, each in module.out_proj.state_dict().items()}
         for kind, (query, key, value) in rows.items():
             state[f"q_proj.{kind}"] = query
-            state[f"k_proj.{kind}"] = _merge_heads(key, module.num_heads, groups, method)
-            state[f"v_proj.{kind}"] = _merge_heads(value, module.num_heads, groups, method)
+            state[f"k_proj.{kind}"] = _merge_heads(key, module.num_heads, groups)
+            state[f"v_proj.{kind}"] = _merge_heads(value, module.num_heads, groups)
         made.load_state_dict(state)
         made.requires_grad_(weight.requires_grad)
         made.train(module.training)
@@ -177,9 +151,9 @@ def split_heads(flat: Tensor, heads: int) -> Tensor:
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _merge_heads(rows: Tensor, heads: int, groups: int, method: Merge) -> Tensor:
-    """[N * c, in] or [N * c] of [H * c, in] or [H * c]: one head per group of H / N neighbouring
-    heads, their mean or the first of them (Ainslie et al. 2023, section 2.1).
+def _merge_heads(rows: Tensor, heads: int, groups: int) -> Tensor:
+    """[N * c, in] or [N * c] of [H * c, in] or [H * c]: the mean of each group of H / N
+    neighbouring heads (Ainslie et al. 2023, section 2.1).
 
     The mean is taken in float32 for half precision and in float64 for float32 and float64, then
     rounded once.
@@ -193,5 +167,4 @@ def _merge_heads(rows: Tensor, heads: int, groups: int, method: Merge) -> Tensor
         )
     split = rows.unflatten(0, (groups, heads // groups, -1))
     wide = torch.float32 if rows.element_size() == 2 else torch.float64
-    merged = split[:, 0] if method == "first" else split.to(wide).mean(1).to(rows.dtype)
-    return merged.flatten(0, 1)
+    return split.to(wide).mean(1).to(rows.dtype).flatten(0, 1)

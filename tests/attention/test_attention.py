@@ -364,8 +364,6 @@ def test_padding_on_either_side_changes_nothing(order: str) -> None:
         ({"kdim": 8}, {}),
         ({}, {"positions": torch.arange(5)}),
         ({"rotary": Rotary()}, {"positions": torch.arange(4)}),
-        ({}, {"documents": torch.zeros(2, 4)}),
-        ({}, {"documents": torch.zeros(2, 5), "cache": KVCache()}),
         ({}, {"key_mask": torch.ones(2, 4, dtype=torch.bool)}),
         ({}, {"key_mask": torch.zeros(2, 5)}),
     ],

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from gqa_convert.attention import GroupedMultiheadAttention, GroupedQueryAttention, convert_module
 from gqa_convert.errors import GroupsError, NonFiniteError, OptionError
-from gqa_convert.merging.methods import METHODS
 from tests.helpers.attention import numbers
 from tests.helpers.checkpoints import refused
 from tests.helpers.selection import slow_but
@@ -34,13 +33,13 @@ def shaken(module: Any) -> Any:
     return module
 
 
-def repeated(model: nn.Module, groups: int, prefix: str = "", method: str = "mean") -> nn.Module:
-    """The model with each key and value head of nn.MultiheadAttention replaced by the mean or the
-    first of its group.
+def repeated(model: nn.Module, groups: int) -> nn.Module:
+    """The model with each key and value head of nn.MultiheadAttention replaced by the mean of its
+    group.
     """
     model = copy.deepcopy(model)
-    for name, part in model.named_modules():
-        if isinstance(part, nn.MultiheadAttention) and name.startswith(prefix):
+    for part in model.modules():
+        if isinstance(part, nn.MultiheadAttention):
             joined = part.in_proj_weight
             rows = (
                 [part.k_proj_weight, part.v_proj_weight] if joined is None else joined.chunk(3)[1:]
@@ -52,8 +51,6 @@ def repeated(model: nn.Module, groups: int, prefix: str = "", method: str = "mea
                 merged = [
                     sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)
                 ]
-                if method == "first":
-                    merged = list(heads[::size])
                 tensor.data.copy_(torch.cat([merged[head // size] for head in range(HEADS)]))
     return model
 
@@ -159,24 +156,19 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
         theirs(query, key, key, is_causal=True)
 
 
-@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.pooling])
-def test_the_layer_takes_the_same_weights(method: Any) -> None:
+def test_the_layer_takes_the_same_weights() -> None:
     source = shaken(
         nn.MultiheadAttention(
             EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True
         )
     )
-    ours = GroupedQueryAttention.from_multihead(source, 2, method)
+    ours = GroupedQueryAttention.from_multihead(source, 2)
     inputs = [numbers(BATCH, *shape) for shape in ((QUERIES, EMBED_DIM), (KEYS, 10), (KEYS, 14))]
     mask, padding = hidden(QUERIES, KEYS), hidden(BATCH, KEYS)
-    expected, _ = repeated(source, 2, method=method)(
-        *inputs, attn_mask=mask, key_padding_mask=padding
-    )
+    expected, _ = repeated(source, 2)(*inputs, attn_mask=mask, key_padding_mask=padding)
     torch.testing.assert_close(
         ours(*inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11
     )
-    with pytest.raises(OptionError, match="'median'"):
-        GroupedQueryAttention.from_multihead(source, 2, "median")  # type: ignore[arg-type]
 
 
 def test_gradients_are_those_of_the_reference() -> None:
@@ -210,22 +202,16 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
     )
 
 
-def converted(
-    model: nn.Module, groups: int, mode: bool, prefix: str = ""
-) -> tuple[nn.Module, nn.Module]:
+def converted(model: nn.Module, groups: int, mode: bool) -> tuple[nn.Module, nn.Module]:
     """The model with grouped-query attention, and its reference."""
     shaken(model).train(mode)
-    made = convert_module(model, groups, prefix=prefix)
-    assert not any(
-        isinstance(part, nn.MultiheadAttention)
-        for name, part in made.named_modules()
-        if name.startswith(prefix)
-    )
+    made = convert_module(model, groups)
+    assert not any(isinstance(part, nn.MultiheadAttention) for part in made.modules())
     assert any(
         isinstance(part, GroupedMultiheadAttention) and part.groups == groups
         for part in made.modules()
     )
-    return made, repeated(model, groups, prefix)
+    return made, repeated(model, groups)
 
 
 def turned(tensor: Tensor, batch_first: bool) -> Tensor:
@@ -295,14 +281,11 @@ def test_encoders_compute_the_same(
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("prefix", ["", "decoder."])
-def test_whole_transformers_compute_the_same(
-    groups: int, batch_first: bool, prefix: str, mode: bool
-) -> None:
+def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, mode: bool) -> None:
     model = nn.Transformer(
         EMBED_DIM, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64
     )
-    ours, theirs = converted(model, groups, mode, prefix)
+    ours, theirs = converted(model, groups, mode)
     source, target = (
         turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (KEYS, QUERIES)
     )
@@ -362,7 +345,7 @@ def test_what_cannot_be_grouped_is_refused() -> None:
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         with pytest.raises(OptionError, match="add_bias_kv and add_zero_attn"):
             GroupedMultiheadAttention(EMBED_DIM, HEADS, **options)
-        with pytest.raises(OptionError, match=r"1\.0 appends"):
+        with pytest.raises(OptionError, match=r"1\.0: the module appends"):
             convert_module(
                 nn.Sequential(
                     nn.Linear(1, 1),
@@ -376,8 +359,6 @@ def test_what_cannot_be_grouped_is_refused() -> None:
         convert_module(nn.TransformerEncoder(encoder_layer(batch_first=True), 1), 4)
     with pytest.raises(OptionError, match="nothing to convert"):
         convert_module(nn.Linear(2, 2), 2)
-    with pytest.raises(OptionError, match="nothing to convert"):
-        convert_module(encoder_layer(batch_first=True), 2, prefix="decoder.")
     broken = encoder_layer(batch_first=True)
     broken.self_attn.in_proj_weight.data[30, 2] = torch.nan
     with pytest.raises(NonFiniteError):
@@ -388,7 +369,7 @@ def test_what_cannot_be_grouped_is_refused() -> None:
 
     layer = encoder_layer()
     layer.self_attn = Special(EMBED_DIM, HEADS)
-    with pytest.raises(OptionError, match="self_attn is a Special"):
+    with pytest.raises(OptionError, match="self_attn: the module is a Special"):
         convert_module(layer, 2)
     nested = torch.nested.nested_tensor([torch.zeros(2, EMBED_DIM), torch.zeros(3, EMBED_DIM)])
     with pytest.raises(OptionError, match="nested"):

@@ -38,7 +38,7 @@ def as_floats(mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "sizes", [*itertools.product([1, BATCH], [1, HEADS], [1, LENGTH]), (1, LENGTH), (LENGTH,), (1,)]
+    "sizes", [*itertools.product([1, BATCH], [1, HEADS], [1, LENGTH]), (LENGTH,), (1,)]
 )
 @pytest.mark.parametrize("kind", ["bool", "float", "bias"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -65,6 +65,8 @@ def test_a_mask_is_aligned_with_batch_heads_queries_and_keys(
         (),
         (LENGTH,),
         (LENGTH, 1),
+        (1, LENGTH, LENGTH),
+        (BATCH, LENGTH, LENGTH),
         (BATCH, 1, LENGTH, 1),
         (4, LENGTH),
         (1, 2, 1, LENGTH),
@@ -86,24 +88,14 @@ def test_other_shapes_are_refused(shape: tuple[int, ...], argument: str) -> None
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_float_mask_is_added_beside_a_key_mask(
-    with_bias: bool, with_documents: bool, causal: bool
-) -> None:
+def test_a_float_mask_is_added_beside_a_key_mask(with_bias: bool, causal: bool) -> None:
     attention, inputs = layer(causal=causal), numbers(BATCH, LENGTH, EMBED_DIM)
     mask, bias = numbers(LENGTH, LENGTH), numbers(1, HEADS, LENGTH, LENGTH)
     key_mask = torch.rand(BATCH, LENGTH) < 0.6
     key_mask[:, 0] = True
-    documents = torch.tensor([0, 0, 1, 1, 1]).expand(BATCH, LENGTH) if with_documents else None
-    if with_documents:
-        key_mask[:, 2] = True
     added = mask + as_floats(key_mask)[:, None, None] + (bias if with_bias else 0.0)
     if causal:
         added = added + as_floats(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
-    if documents is not None:
-        added = added + as_floats(documents[:, :, None] == documents[:, None])[:, None]
-    result = attention(
-        inputs, mask=mask, key_mask=key_mask, documents=documents, bias=bias if with_bias else None
-    )
+    result = attention(inputs, mask=mask, key_mask=key_mask, bias=bias if with_bias else None)
     torch.testing.assert_close(result, expected(attention, inputs, added), rtol=0, atol=1e-12)
