@@ -186,7 +186,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measure_decoding(settings: Settings) -> dict[str, Any]:
-    """Decoding steps and prefills of a model of 7B's layers, with all K/V heads and with fewer."""
+    """Decoding steps of a model of 7B's layers, with all K/V heads and with fewer."""
     if settings.small:
         source = make_source(settings.folder / "source", layers=1, hidden=512)
         return run(

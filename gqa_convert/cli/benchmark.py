@@ -37,8 +37,7 @@ def benchmark(
     ),
     revision: Revision = None,
 ) -> None:
-    """Measure decode time, prefill time and K/V cache of a model with different numbers of K/V
-    heads.
+    """Measure decode time and K/V cache of a model with different numbers of K/V heads.
 
     MODEL runs in transformers with its own weights at its own number of K/V heads. For every other
     number, a version with the shapes of a converted model runs with random keys and values, on

@@ -20,7 +20,6 @@ from transformers.initialization import no_init_weights
 
 from gqa_convert.attention import register
 from gqa_convert.attention.interface import why_unsupported
-from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.plan import Plan, make_plan, merging_counts, spread
 from gqa_convert.errors import GroupsError, OptionError
@@ -37,7 +36,6 @@ CONTEXT = 512
 STEPS = 8
 """Timed decode steps of a turn."""
 DTYPES = ("float32", "bfloat16", "float16")
-_PREFILLS = 3
 _NEEDS_HEAD = (
     "benchmark decodes with one; name the language model that the checkpoint was made from"
 )
@@ -57,8 +55,7 @@ def benchmark_model(
     command: list[str] | None = None,
     progress: Progress = no_progress,
 ) -> BenchmarkFile:
-    """Measure decode latency, throughput, prefill and K/V bytes of a model at several numbers of
-    K/V heads.
+    """Measure decode latency and K/V bytes of a model at several numbers of K/V heads.
 
     Every version has the shapes of a converted model. Weights that do not exist are random; the
     time does not depend on their values.
@@ -101,8 +98,6 @@ def benchmark_model(
             f"follow: give at most {positions - 1 - STEPS}"
         )
     any_plan = next(iter(plans.values()))
-    own = any_plan.source_kv_heads
-    known = fingerprint(opened)
     settings = list(product(batch, contexts))
     cells = []
     advice = "time fewer --candidates, or a smaller --batch or --context"
@@ -112,39 +107,29 @@ def benchmark_model(
         for done, (rows, tokens) in enumerate(settings):
             progress("timing", done, len(settings))
             decoders = [Decoder(version, rows, tokens) for version in models]
-            few = min(_PREFILLS, repetitions)
-            prefills = _alternate([decoder.prefill for decoder in decoders], few)
             turns = _alternate([decoder.turn for decoder in decoders], repetitions)
-            for place, groups in enumerate(plans):
-                own_bytes, cross_bytes = decoders[place].cache_bytes()
-                times = _milliseconds("prefill_ms", prefills[place])
-                times |= _milliseconds("decode_ms", turns[place])
-                decode = times.pop("decode_ms")
-                cells.append(
-                    TimedCell(
-                        groups=groups,
-                        fingerprint=known if groups == own else None,
-                        batch=rows,
-                        context=tokens,
-                        decode_ms_per_token=decode,
-                        decode_tokens_per_second=1e3 * rows / decode,
-                        kv_bytes_per_token=own_bytes / tokens / rows,
-                        kv_bytes=own_bytes + cross_bytes,
-                        repetitions=repetitions,
-                        **times,
-                    )
+            for groups, decoder, seconds in zip(plans, decoders, turns, strict=True):
+                low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
+                cell = TimedCell(
+                    groups=groups,
+                    batch=rows,
+                    context=tokens,
+                    decode_ms_per_token=median,
+                    decode_ms_low=low,
+                    decode_ms_high=high,
+                    kv_bytes=decoder.cache_bytes(),
                 )
-            del decoders
+                cells.append(cell)
+            del decoders, decoder
             gc.collect()
         progress("timing", len(settings), len(settings))
     return BenchmarkFile(
         **measurement("benchmark", command, device),
         model=opened.source_id,
-        fingerprint=known,
         model_type=any_plan.family.model_type,
         dtype=dtype,
         heads=any_plan.heads,
-        kv_heads=own,
+        kv_heads=any_plan.source_kv_heads,
         attention=attention,
         results=cells,
     )
@@ -160,12 +145,6 @@ def _alternate(calls: Sequence[Callable[[], float]], repetitions: int) -> list[l
             number = (repetition + place) % len(calls)
             measured[number].append(calls[number]())
     return [found[1:] for found in measured]
-
-
-def _milliseconds(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """The median and the quartiles of times in milliseconds, as results name them."""
-    low, median, high = (1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))).tolist()
-    return {name: median, f"{name}_low": low, f"{name}_high": high}
 
 
 def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> dict[int, Plan]:
@@ -262,7 +241,7 @@ def _build(plan: Plan, settings: Mapping[str, Any]) -> Any:
 
 
 class Decoder:
-    """A model with its cache at one batch and context: a prefill fills the cache, and decode steps
+    """A model with its cache at one batch and context: a prompt fills the cache, and decode steps
     run the model's forward pass.
 
     The cache is transformers' dynamic cache, which `generate` uses by default and which copies keys
@@ -280,34 +259,32 @@ class Decoder:
         random: dict[str, Any] = {"device": model.device, "generator": generator}
         vocabulary = model.get_input_embeddings().num_embeddings
         tokens = torch.randint(vocabulary, (batch, context + 1), **random)
-        self._prompt, self._token = tokens.split(context, dim=1)
-        self._encoded = self._prompt if model.config.is_encoder_decoder else None
-        if self._encoded is not None and model.main_input_name != "input_ids":
-            shape = loading.encoder_shape(model.config, context)
-            self._encoded = torch.randn(batch, *shape, dtype=model.dtype, **random)
+        prompt, self._token = tokens.split(context, dim=1)
+        self._ids = "input_ids"
+        self._cache_name = loading.cache_name(model)
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1
-        self._cache: Any = None
-
-    def prefill(self) -> float:
-        """Encode the input, if there is an encoder, and read the prompt into an empty cache; return
-        the seconds.
-        """
-        self._cache = None
-        began = self._now()
-        if self._encoded is not None:
+        if model.config.is_encoder_decoder:
+            self._ids = "decoder_input_ids"
+            encoded = prompt
+            if model.main_input_name != "input_ids":
+                shape = loading.encoder_shape(model.config, context)
+                encoded = torch.randn(batch, *shape, dtype=model.dtype, **random)
             with torch.inference_mode():
-                self._options["encoder_outputs"] = self._model.get_encoder()(
-                    self._encoded, return_dict=True
-                )
-        self._read(self._prompt)
-        return self._now() - began
+                self._options["encoder_outputs"] = model.get_encoder()(encoded, return_dict=True)
+        self._cache: Any = None
+        self._read(prompt)
+        cache: Any = self._cache
+        if isinstance(cache, transformers.EncoderDecoderCache):
+            own, of_encoder = cache.self_attention_cache, cache.cross_attention_cache
+            self._layers = [*own.layers, *of_encoder.layers]
+        else:
+            self._layers = cache.layers
 
     def turn(self) -> float:
         """Decode some tokens after the prompt, and return the seconds for each."""
-        layers = getattr(self._cache, "self_attention_cache", self._cache).layers
-        states = [dict(vars(layer)) for layer in layers]
+        states = [dict(vars(layer)) for layer in self._layers]
         # the version before has left its own weights in the processor's caches
         self._read(self._token)
         began = self._now()
@@ -315,34 +292,28 @@ class Decoder:
             self._read(self._token)
         seconds = self._now() - began
         # recurrent layers keep their states, on which their time does not depend
-        for layer, state in zip(layers, states, strict=True):
+        for layer, state in zip(self._layers, states, strict=True):
             vars(layer).update(state)
         return seconds / STEPS
 
-    def cache_bytes(self) -> tuple[int, int]:
-        """Bytes of the live keys and values of the decoder's tokens, and of the encoder's."""
-        own = getattr(self._cache, "self_attention_cache", self._cache)
-        return _nbytes(own), _nbytes(getattr(self._cache, "cross_attention_cache", None))
+    def cache_bytes(self) -> int:
+        """Bytes of the live keys and values, those of an encoder's tokens included."""
+        found = 0
+        for layer in self._layers:
+            # a recurrent layer has none
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if isinstance(tensor, torch.Tensor):
+                    found += tensor.nbytes
+        return found
 
     def _read(self, tokens: torch.Tensor) -> None:
-        ids = "input_ids" if self._encoded is None else "decoder_input_ids"
-        name = loading.cache_name(self._model)
+        given = {self._ids: tokens, self._cache_name: self._cache}
         with torch.inference_mode():
-            output = self._model(**{ids: tokens, name: self._cache}, **self._options)
-        self._cache = getattr(output, name)
+            output = self._model(**given, **self._options)
+        self._cache = getattr(output, self._cache_name)
 
     def _now(self) -> float:
         """The time when a GPU, which works asynchronously, has done what it was given."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         return time.perf_counter()
-
-
-def _nbytes(cache: Any) -> int:
-    """Of keys and values; a recurrent layer has none, nor has a cache that there is not."""
-    found = 0
-    for layer in getattr(cache, "layers", ()):
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if isinstance(tensor, torch.Tensor):
-                found += tensor.nbytes
-    return found

@@ -135,24 +135,17 @@ class EvaluationFile(_Measurement):
 
 
 class TimedCell(_Stored):
-    """One number of K/V heads at one batch and context; times in ms, sizes in bytes. `fingerprint`
-    is null for a version that was made for the timing.
+    """One number of K/V heads at one batch and context: the median time of a decode step and its
+    quartiles, and the bytes of the whole cache.
     """
 
     groups: int
-    fingerprint: str | None = None
     batch: int
     context: int
     decode_ms_per_token: float
     decode_ms_low: float
     decode_ms_high: float
-    decode_tokens_per_second: float
-    prefill_ms: float
-    prefill_ms_low: float
-    prefill_ms_high: float
-    kv_bytes_per_token: float
     kv_bytes: int
-    repetitions: int
 
 
 class BenchmarkFile(_Measurement):
@@ -160,7 +153,6 @@ class BenchmarkFile(_Measurement):
 
     kind: Literal["benchmark"] = "benchmark"
     model: str
-    fingerprint: str
     model_type: str
     dtype: str
     heads: int

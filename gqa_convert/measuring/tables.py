@@ -179,15 +179,9 @@ def benchmark_table(result: BenchmarkFile) -> Table:
             "N": str(cell.groups),
             "batch": str(cell.batch),
             "context": f"{cell.context:,}",
-            "ms/token": _spread(decode, cell.decode_ms_low, cell.decode_ms_high),
+            "ms/token": f"{decode:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",
             "speed": f"{source / decode:.2f}x" if source else "",
-            "tokens/s": f"{cell.decode_tokens_per_second:,.1f}",
-            "prefill ms": _spread(cell.prefill_ms, cell.prefill_ms_low, cell.prefill_ms_high),
             "K/V cache": size(cell.kv_bytes),
         }
         rows.append(row)
     return Table(title, filled(rows))
-
-
-def _spread(median: float, low: float, high: float) -> str:
-    return f"{median:.3g} ({low:.3g} to {high:.3g})"

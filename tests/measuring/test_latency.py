@@ -12,7 +12,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gqa_convert import convert_checkpoint
-from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.errors import GQAConvertError, GroupsError, OptionError
@@ -60,19 +59,9 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
     assert (result.dtype, result.heads, result.kv_heads) == ("float32", HEADS, HEADS)
     assert (result.attention, result.machine.device) == ("gqa", "cpu")
     for cell in result.results:
-        assert (
-            cell.kv_bytes_per_token == 2 * 2 * cell.groups * WIDTH * 4
-        )  # layers, K and V, float32
-        assert cell.kv_bytes == cell.kv_bytes_per_token * cell.context * cell.batch
-        assert cell.decode_tokens_per_second == pytest.approx(
-            1e3 * cell.batch / cell.decode_ms_per_token
-        )
+        per_token = 2 * 2 * cell.groups * WIDTH * 4  # layers, K and V, float32
+        assert cell.kv_bytes == per_token * cell.context * cell.batch
         assert cell.decode_ms_low <= cell.decode_ms_per_token <= cell.decode_ms_high
-        assert cell.prefill_ms_low <= cell.prefill_ms <= cell.prefill_ms_high
-        assert cell.fingerprint == (
-            fingerprint(open_checkpoint(llama)) if cell.groups == 12 else None
-        )
-    assert result.fingerprint == fingerprint(open_checkpoint(llama))
     assert BenchmarkFile(**json.loads(json.dumps(result.as_json(), allow_nan=False))) == result
 
 
@@ -90,12 +79,10 @@ def test_versions_have_the_shapes_of_a_conversion(tmp_path: Path, model_type: st
     sizes = []
     for model in (timed_model, converted):
         decoder = Decoder(model, 2, 5)
-        assert decoder.prefill() > 0
         sizes.append(decoder.cache_bytes())
         assert decoder.turn() > 0
         assert decoder.cache_bytes() == sizes[-1], "the cache is as before the turn"
-    assert sizes[0] == sizes[1] != (0, 0)
-    assert (sizes[0][1] > 0) == (model_type == "t5")
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_the_own_version_has_the_own_weights_and_shares_them(llama: Path) -> None:
@@ -132,7 +119,7 @@ def test_speeds_are_of_the_source_and_of_nothing_else(tmp_path: Path) -> None:
     shown = run("benchmark", source, "--candidates", "3,12", *QUICK).stdout
     assert "1.00x" in shown
     spreads = re.findall(r"[\d.e+]+ \([\d.e+]+ to [\d.e+]+\)", shown)
-    assert len(spreads) == 4, "of decoding and of prefill, for each number"
+    assert len(spreads) == 2, "for each number"
     without = run("benchmark", source, "--candidates", "3,6", *QUICK).stdout
     assert "x " not in without.split("note:")[0]
 
