@@ -2,7 +2,7 @@
 grouped-query attention saves.
 
 Shape legend: b batch, N key/value heads, n tokens held, t new tokens, c head_dim, e head_dim of the
-values, k keys of a memory.
+values.
 """
 
 import torch
@@ -16,9 +16,7 @@ class KVCache:
     """Keys and values of one layer, in buffers that double when they are full. For inference: no
     gradients flow through a cache.
 
-    A cache serves either self-attention, where it grows with every call, or cross-attention, where
-    it is filled from a memory once. Use one cache per layer and kind of attention, and fresh ones
-    for every batch of sequences.
+    It grows with every call. Use one cache per layer, and fresh ones for every batch of sequences.
 
     Args:
         capacity: tokens to make room for at the first `append`; if the length is known, nothing is
@@ -29,8 +27,6 @@ class KVCache:
         self.length = 0
         """Tokens held."""
         self._capacity = capacity
-        self.holds_memory = False
-        """Whether the keys and values are those of a memory, for cross-attention."""
         self._buffers: list[Tensor] = []
         """Keys and values; empty before the first token."""
 
@@ -46,14 +42,8 @@ class KVCache:
             next `append`.
 
         Raises:
-            OptionError: gradients are required, the shapes or types differ from those held, or the
-                cache holds a memory.
+            OptionError: gradients are required, or the shapes or types differ from those held.
         """
-        if self.holds_memory:
-            raise OptionError(
-                f"the cache holds a memory of {self.length} keys for cross-attention: "
-                "use another cache for self-attention"
-            )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise OptionError(
                 "the cache keeps no gradients: run under torch.no_grad(), or without a cache"
@@ -79,28 +69,6 @@ class KVCache:
             buffer[:, :, self.length : length] = new
         self.length = length
         return self.keys, self.values
-
-    def fill(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold the keys and values of a memory.
-
-        Args:
-            key: [b, N, k, c].
-            value: [b, N, k, e].
-
-        Returns:
-            The keys and values held.
-
-        Raises:
-            OptionError: gradients are required, or the cache is in use.
-        """
-        if self.length:
-            raise OptionError(
-                f"the cache holds {self.length} keys already: use a fresh KVCache for each memory, "
-                "and leave out a memory that the cache holds"
-            )
-        held = self.append(key, value)
-        self.holds_memory = True
-        return held
 
     @property
     def keys(self) -> Tensor:

@@ -40,7 +40,7 @@ class GroupedMultiheadAttention(GroupedProjections):
 
     It replaces nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and
     models built from them (`convert_module`). `GroupedQueryAttention` has the same parameters, and
-    also causal order, rotary embedding and a K/V cache.
+    also causal order, rotary embedding and a K/V cache, for self-attention.
 
     Args:
         embed_dim: d, the features of inputs and outputs.

@@ -13,35 +13,18 @@ from torch import Tensor
 from gqa_convert.attention.cache import KVCache
 from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.attention.masks import combined, split_mask
-from gqa_convert.attention.projections import GroupedProjections, split_heads
+from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """Rotary position embedding (Su et al. 2021, *RoFormer*) in the half layout of Llama: entry i
-    is rotated with entry i + r / 2.
+    is rotated with entry i + c / 2.
     """
 
     base: float = 10000.0
     """About the ratio of the longest wavelength to the shortest; `rope_theta` in configs."""
-    fraction: float = 1.0
-    """The share of a head's leading entries that rotate; `partial_rotary_factor` in configs."""
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """How many entries of a head rotate.
-
-        Raises:
-            OptionError: they cannot be paired.
-        """
-        rotated = int(head_dim * self.fraction)
-        if not 0 < rotated <= head_dim or rotated % 2:
-            raise OptionError(
-                f"rotary would rotate {rotated} of {head_dim} entries of a head: "
-                "choose a fraction that gives an even "
-                "number above zero"
-            )
-        return rotated
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Rotate every head by its token's position, in float32 or a wider type.
@@ -53,18 +36,17 @@ class Rotary:
         Returns:
             [b, h, q, c].
         """
-        rotated = self.rotary_dim(heads.shape[3])
+        head_dim = heads.shape[3]
         wide = torch.promote_types(heads.dtype, torch.float32)
         frequencies = self.base ** (
-            -torch.arange(0, rotated, 2, device=heads.device, dtype=wide) / rotated
+            -torch.arange(0, head_dim, 2, device=heads.device, dtype=wide) / head_dim
         )
-        angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, r / 2]
+        angles = (positions.to(wide)[..., None] * frequencies).unsqueeze(1)  # [b|1, 1, q, c / 2]
         cosine = angles.cos()
         sine = angles.sin()
-        turning, still = heads.to(wide).tensor_split([rotated], dim=-1)
-        first, second = turning.chunk(2, dim=-1)
-        parts = first * cosine - second * sine, second * cosine + first * sine, still
-        return torch.cat(parts, dim=-1).to(heads.dtype)
+        first, second = heads.to(wide).chunk(2, dim=-1)
+        turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+        return turned.to(heads.dtype)
 
 
 class GroupedQueryAttention(GroupedProjections):
@@ -81,8 +63,8 @@ class GroupedQueryAttention(GroupedProjections):
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
-        projections: options of `GroupedProjections`: `head_dim`, `kdim`, `vdim`, `bias`, `dropout`,
-            `batch_first` (masks are batch first always), `device` and `dtype`.
+        projections: options of `GroupedProjections`: `head_dim`, `bias`, `dropout`, `batch_first`
+            (masks are batch first always), `device` and `dtype`.
 
     Raises:
         GroupsError: N does not divide H.
@@ -102,14 +84,20 @@ class GroupedQueryAttention(GroupedProjections):
     ) -> None:
         super().__init__(embed_dim, num_heads, groups, **projections)
         self.scale, self.causal, self.rotary = scale, causal, rotary
-        if rotary is not None:
-            rotary.rotary_dim(self.head_dim)
+        if {self.kdim, self.vdim} != {self.embed_dim}:
+            raise OptionError(
+                f"keys have {self.kdim} features, values {self.vdim} and queries {self.embed_dim}: "
+                "use GroupedMultiheadAttention, which attends to other inputs than its own"
+            )
+        if rotary is not None and self.head_dim % 2:
+            raise OptionError(
+                f"rotary pairs the entries of a head, and head_dim is {self.head_dim}: give an "
+                "even one"
+            )
 
     def forward(
         self,
         inputs: Tensor,
-        memory: Tensor | None = None,
-        memory_values: Tensor | None = None,
         *,
         mask: Tensor | None = None,
         key_mask: Tensor | None = None,
@@ -117,14 +105,10 @@ class GroupedQueryAttention(GroupedProjections):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend from `inputs` to themselves and to the cached tokens, or to `memory`.
+        """Attend from `inputs` to themselves and to the cached tokens.
 
         Args:
             inputs: [b, q, d].
-            memory: [b, k, kdim], the tokens that cross-attention projects keys from. Left out once
-                `cache` holds it.
-            memory_values: [b, k, vdim], the tokens that values are projected from; by default
-                `memory`.
             mask: [q|1, k] or [b|1, H|1, q|1, k]. Booleans are **True where a query sees a key**;
                 floats are added to the scores, as in scaled_dot_product_attention. Three axes, [b,
                 q, k] or [H, q, k], are refused: add the fourth. Packed documents are a mask too.
@@ -132,35 +116,18 @@ class GroupedQueryAttention(GroupedProjections):
                 cache it covers the cached keys too.
             bias: float, shaped like `mask`; added to the scores (T5's relative positions, ALiBi).
             positions: integers [q] or [b|1, q] for rotary; by default n, n + 1, ...
-            cache: keys and values of earlier tokens; new ones are appended. In cross-attention the
-                first call fills it from `memory`, and later calls without `memory` read it.
+            cache: keys and values of earlier tokens; new ones are appended.
 
         Returns:
             [b, q, d].
 
         Raises:
-            OptionError: shapes or options do not match, or the cache is in use for another memory.
+            OptionError: shapes or options do not match.
         """
         if not self.batch_first:
-            inputs, memory, memory_values = (
-                None if x is None else x.transpose(0, 1) for x in (inputs, memory, memory_values)
-            )
-        # queries, keys and values of the new tokens
-        crossing = memory is not None or (cache is not None and cache.holds_memory)
-        cached = 0 if cache is None or crossing else cache.length
-        if crossing:
-            if self.causal or self.rotary is not None:
-                raise OptionError(
-                    "a memory, or a cache that holds one, is for cross-attention, "
-                    "which has no order of tokens: use a layer without causal and rotary"
-                )
-            query, key, value = self._of_memory(inputs, memory, memory_values, cache)
-        else:
-            if memory_values is not None or {self.kdim, self.vdim} != {self.embed_dim}:
-                raise OptionError(
-                    f"the layer projects keys from a memory [batch, keys, {self.kdim}]: give it"
-                )
-            query, key, value = self.project(inputs, inputs, inputs)
+            inputs = inputs.transpose(0, 1)
+        cached = 0 if cache is None else cache.length
+        query, key, value = self.project(inputs, inputs, inputs)
         # their order, before they join the cache
         if self.rotary is not None:
             places = _places(positions, cached, inputs)
@@ -171,7 +138,7 @@ class GroupedQueryAttention(GroupedProjections):
                 "positions are given, but the layer has no rotary embedding: "
                 "omit them or set rotary"
             )
-        if cache is not None and not crossing:
+        if cache is not None:
             key, value = cache.append(key, value)
         # attention, as far as a query may see
         mask, bias = split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
@@ -183,27 +150,6 @@ class GroupedQueryAttention(GroupedProjections):
         )
         result = self.out_proj(out.transpose(1, 2).flatten(2))
         return result if self.batch_first else result.transpose(0, 1)
-
-    def _of_memory(
-        self,
-        inputs: Tensor,
-        memory: Tensor | None,
-        memory_values: Tensor | None,
-        cache: KVCache | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of inputs, and keys and values of a memory, which a cache keeps."""
-        if memory is None and memory_values is not None:
-            raise OptionError(
-                "memory_values are given without memory: "
-                "give both, or neither to read the memory in the cache"
-            )
-        values = memory if memory_values is None else memory_values
-        if memory is None and cache is not None:
-            return split_heads(self.q_proj(inputs), self.num_heads), cache.keys, cache.values
-        query, key, value = self.project(inputs, memory, values)
-        if cache is not None:
-            key, value = cache.fill(key, value)
-        return query, key, value
 
 
 def _places(positions: Tensor | None, cached: int, inputs: Tensor) -> Tensor:

@@ -157,18 +157,19 @@ def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> N
 
 
 def test_the_layer_takes_the_same_weights() -> None:
-    source = shaken(
-        nn.MultiheadAttention(
-            EMBED_DIM, HEADS, kdim=10, vdim=14, dtype=torch.float64, batch_first=True
-        )
-    )
+    source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, dtype=torch.float64, batch_first=True))
     ours = GroupedQueryAttention.from_multihead(source, 2)
-    inputs = [numbers(BATCH, *shape) for shape in ((QUERIES, EMBED_DIM), (KEYS, 10), (KEYS, 14))]
-    mask, padding = hidden(QUERIES, KEYS), hidden(BATCH, KEYS)
-    expected, _ = repeated(source, 2)(*inputs, attn_mask=mask, key_padding_mask=padding)
-    torch.testing.assert_close(
-        ours(*inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11
+    inputs = numbers(BATCH, KEYS, EMBED_DIM)
+    mask, padding = hidden(KEYS, KEYS), hidden(BATCH, KEYS)
+    expected, _ = repeated(source, 2)(
+        inputs, inputs, inputs, attn_mask=mask, key_padding_mask=padding
     )
+    torch.testing.assert_close(
+        ours(inputs, mask=~mask, key_mask=~padding), expected, rtol=0, atol=1e-11
+    )
+    other = nn.MultiheadAttention(EMBED_DIM, HEADS, kdim=10, vdim=14)
+    with pytest.raises(OptionError, match="use GroupedMultiheadAttention"):
+        GroupedQueryAttention.from_multihead(other, 2)
 
 
 def test_gradients_are_those_of_the_reference() -> None:
