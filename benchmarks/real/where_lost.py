@@ -301,7 +301,7 @@ def _scores(
     """The scores that are asked for, by name."""
     if "answers" in options.by:
         for length in options.lengths:
-            texts = [make_text(tokenizer, length, number, 0) for number in range(options.texts)]
+            texts = [make_text(tokenizer, length, number) for number in range(options.texts)]
             yield f"answers {length}", partial(_answers, tokenizer=tokenizer, texts=texts)
     blocks = {}
     if "records" in options.by:

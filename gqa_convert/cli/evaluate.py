@@ -47,7 +47,6 @@ def evaluate(
         "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         "auto",
     ),
-    seed: int | None = rare_option("--seed S", "Seed of the texts of --retrieval. Default: 0."),
     revision: str | None = rare_option(
         "--revision REV", "Branch, tag or commit of models on the Hub. Default: main."
     ),
@@ -84,10 +83,7 @@ def evaluate(
             "--data is missing: name the text to score, or ask for facts with --retrieval"
         )
     if not retrieval:
-        refuse(
-            {"--lengths": lengths, "--questions": questions, "--seed": seed},
-            "belongs to --retrieval",
-        )
+        refuse({"--lengths": lengths, "--questions": questions}, "belongs to --retrieval")
     if output is not None:
         check_result_path(output)
     from gqa_convert.measuring.evaluation import run
@@ -95,9 +91,7 @@ def evaluate(
 
     asked = None
     if retrieval:
-        asked = AskedQuestions(
-            lengths=lengths or [], questions=questions or QUESTIONS, seed=seed or 0
-        )
+        asked = AskedQuestions(lengths=lengths or [], questions=questions or QUESTIONS)
     options = run.EvaluationOptions(
         reference, revision, window, tokens, batch, dtype, device, asked
     )

@@ -102,13 +102,10 @@ class ScoredText(_Stored):
 
 
 class AskedQuestions(_Stored):
-    """What models are asked: so many questions of each kind at each length, in tokens, on texts of
-    a seed.
-    """
+    """What models are asked: so many questions of each kind at each length, in tokens."""
 
     lengths: list[int]
     questions: int
-    seed: int
 
 
 class EvaluationFile(_Measurement):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from gqa_convert.measuring.results import (
     BenchmarkFile,
     EvaluationFile,
-    Found,
     ModelScores,
     ScoredText,
 )
@@ -89,7 +88,7 @@ def evaluation_tables(
             f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind "
             "at each length"
         )
-        tables.append(Table(title, filled(_answers(entries, names))))
+        tables.append(Table(title, filled([_answers(each, names) for each in entries])))
     return tables
 
 
@@ -112,33 +111,17 @@ def _losses(scores: ModelScores, names: Names) -> Row:
     }
 
 
-def _answers(entries: Sequence[ModelScores], names: Names) -> list[Row]:
+def _answers(scores: ModelScores, names: Names) -> Row:
     """Shares of exact answers by kind and by length, and of how many questions they are."""
-    counts = {"model": "questions"}
-    rows = [counts]
-    for each in entries:
-        row = {"model": names[each.model]}
-        for part in each.retrieval or ():
-            if part.kind and part.length:
-                continue
-            heading = part.kind or (f"{part.length:,}" if part.length else "all")
-            counts[heading] = f"{part.questions:,}"
-            row[heading] = figure(part, "found", ".0%")
-            if heading == "all":
-                counts |= {"difference": "", "recovery": ""}
-                row["difference"] = figure(part, "difference", "+.0%")
-                row["recovery"] = _recovery(part)
-        rows.append(row)
-    return rows
-
-
-def _recovery(part: Found) -> str:
-    """The share found over that of the model that it is compared with; nothing if that one found
-    nothing.
-    """
-    if part.difference in (None, part.found):
-        return ""
-    return f"{part.found / (part.found - part.difference):.0%}"
+    row = {"model": names[scores.model]}
+    for part in scores.retrieval or ():
+        if part.kind and part.length:
+            continue
+        part_name = part.kind or (f"{part.length:,}" if part.length else "all")
+        row[f"{part_name} ({part.questions:,})"] = figure(part, "found", ".0%")
+        if part_name == "all":
+            row["difference"] = figure(part, "difference", "+.0%")
+    return row
 
 
 def notes(entries: Sequence[ModelScores], names: Names) -> list[str]:

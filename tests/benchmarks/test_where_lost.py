@@ -35,7 +35,7 @@ def test_repeated_heads_predict_the_same() -> None:
 
 def test_losses_are_those_of_answers_behind_their_prompts() -> None:
     model, tokenizer = tiny(4, seed=1), demo_tokenizer()
-    text = make_text(tokenizer, 520, 0, 0)
+    text = make_text(tokenizer, 520, 0)
     for question, loss in zip(text.questions, answer_losses(model, tokenizer, text), strict=True):
         answer = tokenizer(" " + question.answer)["input_ids"]
         ids = torch.tensor([question.prompt + answer])
@@ -54,7 +54,7 @@ def test_only_what_differs_changes_losses_when_it_is_exchanged() -> None:
     }
     models = {"converted": (converted, weights["source"]), "source": (source, weights["converted"])}
     results: dict[str, Any] = {}
-    text = make_text(tokenizer, 520, 0, 0)
+    text = make_text(tokenizer, 520, 0)
     take = (
         models,
         ["keys", "values"],

@@ -70,7 +70,6 @@ def ask(
     tokenizer: Any,
     lengths: Sequence[int] = LENGTHS,
     questions: int = QUESTIONS,
-    seed: int = 0,
     *,
     batch: int = 8,
     progress: StageProgress = no_progress,
@@ -83,7 +82,6 @@ def ask(
         tokenizer: the model's.
         lengths: tokens of a prompt with the room for its answer.
         questions: of each kind at each length, rounded up to whole texts.
-        seed: of the texts.
         batch: questions at a time.
         progress: called with the texts that are done, and their number.
 
@@ -99,7 +97,7 @@ def ask(
     answers = []
     with greedy, torch.inference_mode():
         for done, (length, number) in enumerate(texts, 1):
-            text = make_text(tokenizer, length, number, seed)
+            text = make_text(tokenizer, length, number)
             ids = continuations(model, text, batch)
             written = tokenizer.batch_decode(ids, skip_special_tokens=True)
             for question, each in zip(text.questions, written, strict=True):

@@ -144,21 +144,18 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
         layers: the costs of each layer.
         limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
-    # by the bytes taken, the least cost and the numbers that have it
-    costs: dict[int, float] = {0: 0.0}
-    numbers: dict[int, tuple[int, ...]] = {0: ()}
+    # by the bytes taken: the least cost, and the numbers that have it
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for layer in layers:
-        before, costs = costs, {}
-        chosen, numbers = numbers, {}
-        for taken, cost in before.items():
+        before, best = best, {}
+        for taken, (cost, numbers) in before.items():
             for heads, kl in {**layer.kl, layer.kv_heads: 0.0}.items():
                 total = taken + heads * layer.head_bytes
                 together = math.inf if kl is None else cost + kl
-                if total <= limit and (total not in costs or together < costs[total]):
-                    costs[total] = together
-                    numbers[total] = (*chosen[taken], heads)
-    _, cheapest = min((cost, total) for total, cost in costs.items())
-    return numbers[cheapest]
+                if total <= limit and (total not in best or together < best[total][0]):
+                    best[total] = together, (*numbers, heads)
+    _, _, cheapest = min((cost, total, numbers) for total, (cost, numbers) in best.items())
+    return cheapest
 
 
 def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
