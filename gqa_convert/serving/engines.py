@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gqa_convert.errors import MissingExtraError
-from gqa_convert.runtime.paths import local_path
+from gqa_convert.runtime.paths import expanded
 
 from .worker import run
 
@@ -66,15 +66,14 @@ def find_interpreter(name: str, asked: str | None) -> tuple[str, str]:
     Raises:
         MissingExtraError: the engine is not installed, or there is no such interpreter.
     """
-    python, engine = sys.executable, ENGINES[name]
-    if asked is not None:
-        found = shutil.which(local_path(asked)) or shutil.which(asked)
-        if found is None:
-            raise MissingExtraError(
-                f"there is no interpreter {asked}: name the one that has the engine with --python"
-            )
-        # links are kept: they lead out of an environment
-        python = os.path.abspath(found)  # noqa: PTH100
+    engine = ENGINES[name]
+    found = shutil.which(expanded(asked or sys.executable))
+    if found is None:
+        raise MissingExtraError(
+            f"there is no interpreter {asked}: name the one that has the engine with --python"
+        )
+    # links are kept: they lead out of an environment
+    python = os.path.abspath(found)  # noqa: PTH100
     for distribution in engine.distributions:
         code = f"from importlib.metadata import version; print(version({distribution!r}))"
         with suppress(OSError), TemporaryDirectory(prefix="gqa-convert-") as folder:

@@ -76,7 +76,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("token", "failed", "prompt of 40 tokens: new token 24 is not"),
         ("stops", "failed", "new token 8 is not"),
         ("logit", "failed", "logits differ by up to"),
-        ("nan", "failed", "logits that are not finite"),
+        ("nan", "failed", "logits differ by up to nan"),
         ("fewer rows", "failed", "gave logits of shape"),
         ("fewer prompts", "failed", "answered 1 of 2 prompts"),
         ("raises", "failed", "RuntimeError: no tensor"),
