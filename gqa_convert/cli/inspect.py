@@ -31,7 +31,7 @@ def inspect(
       gqa-convert inspect ./Llama-2-7b --calibration text.txt --candidates 4,8,16
     """
     from gqa_convert.measuring.sensitivity.inspection import inspect_checkpoint, sink_warnings
-    from gqa_convert.measuring.tables import figure, filled
+    from gqa_convert.measuring.tables import figure
 
     from .console.screen import ProgressScreen, print_json, print_note, say, show_table
 
@@ -56,17 +56,15 @@ def inspect(
         print_note(result.calibration["warning"])
     losses = result.loss
     say(f"measured on {result.calibration['text']}")
-    # a single block has no standard error, and its digits mean little
-    form = "z.1f" if losses.source_standard_error is None else "z.4f"
     title = (
-        f"Loss in nats per token above the source's {figure(losses, 'source', form)}, on "
+        f"Loss in nats per token above the source's {figure(losses, 'source')}, on "
         f"{losses.tokens:,} held-out tokens of it: closed form, an upper bound of what fit "
         "loses"
     )
     rows = [
-        {"N": str(each.groups), "loss added": figure(each, "increase", f"+{form}")}
+        {"N": str(each.groups), "loss added": figure(each, "increase", "+z.4f")}
         for each in losses.by_groups
     ]
-    show_table(title, filled(rows))
+    show_table(title, rows)
     for warning in sink_warnings(losses.by_groups):
         print_note(warning)

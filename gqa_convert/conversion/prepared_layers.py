@@ -17,7 +17,7 @@ from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.merging.attention_heads import Tensors
-from gqa_convert.merging.head_grouping import find_head_order, reconstruction_errors, reorder_heads
+from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device
@@ -29,7 +29,7 @@ class PreparedLayers:
 
     Attributes:
         tensors: by the names of the result's tensors: the file that holds each.
-        errors: by the names of tensors, or of modules and parts of them.
+        errors: of layers that were merged on calibration data, by their names in the record.
         calibration: what the source was run on.
         head_order: by module: the source's K/V heads in the order in which they were merged, where
             it is not the source's.
@@ -136,9 +136,7 @@ def _merged_by_weights(source: SourceLayer, groups: int) -> tuple[Tensors, Layer
     order = find_head_order(heads, groups, limits, unmeasured)
     heads = reorder_heads(heads, order)
     merged = merge_layer(heads, groups, limits, unmeasured)
-    keys, values = reconstruction_errors(heads, merged, limits, unmeasured)
-    module = source.layout.layer.module
-    errors = {f"{module}.keys": keys, f"{module}.values": values}
     wide = {name: array.astype(np.float64) for name, array in source.tensors.items()}
     joined = source.layout.merge_heads(merged, wide, groups)
-    return source.layout.in_result_types(joined), LayerRecord(module, errors, order.tolist())
+    record = LayerRecord(source.layout.layer.module, {}, order.tolist())
+    return source.layout.in_result_types(joined), record

@@ -55,8 +55,8 @@ class ConversionResult(Result):
         plan: the plan that was carried out.
         out: the new checkpoint folder.
         out_bytes: the size of all files in it.
-        merge_error: relative merge error by tensor, or by module and part of it where whole layers
-            were merged.
+        merge_error: relative merge error by tensor, or by attention module where whole layers were
+            merged on calibration data.
         calibration: the text that was measured on; None without text.
     """
 

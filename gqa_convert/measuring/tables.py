@@ -58,7 +58,7 @@ def filled(rows: Sequence[Row]) -> list[Row]:
 
 def short_names(entries: Sequence[ModelScores]) -> Names:
     """The names of models by their last parts, where these tell all of them apart."""
-    short = {each.model: Path(each.model).name for each in entries}
+    short = {each.model: Path(each.model).resolve().name for each in entries}
     if len(set(short.values())) < len(short):
         return {model: model for model in short}
     return short

@@ -63,11 +63,11 @@ class Adapter:
 
 
 def _convert(folder: str, file: str) -> None:
-    script = Path(os.environ.get("LLAMA_CPP", "")).absolute() / "convert_hf_to_gguf.py"
+    script = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
     if not script.is_file():
         raise AbsentError(
             f"{script} does not exist: "
-            "set the environment variable LLAMA_CPP to a checkout of llama.cpp"
+            "set the environment variable LLAMA_CPP to the absolute path of a checkout of llama.cpp"
         )
     command = [sys.executable, str(script), folder, "--outtype", "f32", "--outfile", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

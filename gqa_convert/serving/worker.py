@@ -41,8 +41,6 @@ def run(
         OSError: the program does not exist.
     """
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    if "LLAMA_CPP" in variables:  # relative to the user's folder
-        variables["LLAMA_CPP"] = str(Path(variables["LLAMA_CPP"]).absolute())
     if command[0] != sys.executable:
         variables.pop("PYTHONPATH", None)
     files = [folder / name for name in ("output", "errors")]

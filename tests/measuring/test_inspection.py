@@ -229,8 +229,8 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
         "--candidates",
         "2",
     )
-    assert re.search(rf"source's \d\.\d, on {LENGTH - 1} held-out tokens of it", one_block.stdout)
-    assert re.search(r"^ *2 +\+\d\.\d *$", one_block.stdout, re.MULTILINE)
+    assert re.search(rf"source's \d\.\d+, on {LENGTH - 1} held-out tokens of it", one_block.stdout)
+    assert re.search(r"^ *2 +\+\d\.\d+ *$", one_block.stdout, re.MULTILINE)
     scripts = run(*options, "--json")
     assert (scripts.stderr, scripts.stdout.count("\n")) == ("", 1)
     printed = json.loads(scripts.stdout)

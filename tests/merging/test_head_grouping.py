@@ -14,11 +14,10 @@ from gqa_convert.merging.head_grouping import (
     find_head_order,
     group_heads,
     pair_losses,
-    reconstruction_errors,
     reorder_heads,
 )
 from gqa_convert.merging.merge_layer import Moments, merge_layer
-from tests.helpers.random_heads import random_heads
+from tests.helpers.random_heads import random_heads, reconstruction_errors
 
 Array = np.ndarray[Any, Any]
 

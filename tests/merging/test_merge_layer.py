@@ -10,9 +10,8 @@ import pytest
 
 from gqa_convert.merging.absorption_limits import AbsorptionLimits
 from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.head_grouping import reconstruction_errors
 from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer
-from tests.helpers.random_heads import random_heads
+from tests.helpers.random_heads import random_heads, reconstruction_errors
 
 Array = np.ndarray[Any, Any]
 K, R, HEAD_DIM, VALUE_DIM, INPUTS, QUERY_INPUTS, OUTPUTS = 6, 2, 10, 7, 23, 19, 9

@@ -38,9 +38,8 @@ class LayerRecord:
 
     Attributes:
         module: the attention module, as the checkpoint names it.
-        errors: relative errors in root mean square, by their names in `gqa_conversion.json`: of the
-            attention scores (`keys`) and of what the values contribute (`values`), or on
-            calibration data of the target output (`output`).
+        errors: the relative error in root mean square of the target output on calibration data, by
+            its name in `gqa_conversion.json`; empty without calibration data.
         head_order: the source's K/V heads in the order in which they were merged.
         error_vs_mean: the share of mean pooling's squared error that remains, against the source's
             attention of the same inputs; None without calibration data.

@@ -28,8 +28,7 @@ class Candidate(NamedTuple):
     """A model to evaluate.
 
     Attributes:
-        name: that the user gave; the whole path of a folder that was given without its name, such
-            as `.`.
+        name: that the user gave.
         folder: where it is.
         config: content of its config.json.
         tokenizer: of the model.
@@ -62,8 +61,6 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
         config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)
         shown = expanded(name)
-        if Path(name).name in ("", ".."):  # `.` too
-            shown = str(folder.resolve())
         tokenizer = usable_tokenizer(folder)
         stated: JsonObject = {
             "model": shown,

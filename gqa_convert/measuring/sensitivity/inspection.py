@@ -122,8 +122,6 @@ def inspect_checkpoint(
     described = {
         "text": found.description,
         "tokens": found.tokens,
-        "sequence_length": found.sequence_length,
-        "digest": found.digest,
         "held_out_blocks": sum(len(tokens_of(batch)) for batch in inputs.held_out),
         "warning": found.warning,
     }
