@@ -76,10 +76,6 @@ class GroupedProjections(nn.Module):  # type: ignore[misc]  # torch is not follo
         self.v_proj = linear(self.vdim, groups * self.head_dim)
         self.out_proj = linear(num_heads * self.head_dim, embed_dim)
 
-    def extra_repr(self) -> str:
-        names = ("num_heads", "groups", "head_dim", "batch_first")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
     def project(
         self, inputs: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
