@@ -10,7 +10,6 @@ from .options import (
     command_line,
     counts,
     option,
-    rare_option,
 )
 
 
@@ -25,11 +24,11 @@ def benchmark(
     ),
     device: Device = None,
     as_json: Json = False,
-    dtype: str | None = rare_option(
+    dtype: str | None = option(
         "--dtype TYPE",
         "float32, bfloat16 or float16. Default: that of MODEL.",
     ),
-    repetitions: int = rare_option(
+    repetitions: int = option(
         "--repetitions R",
         "Timed turns of each version.",
         8,

@@ -60,22 +60,11 @@ class _PlainHelp:
 
 
 class Command(_PlainHelp, TyperCommand):
-    """A command whose hidden options are shown by `--help-all`."""
+    """A command in the list of all commands."""
 
     def get_short_help_str(self, limit: int = 1000) -> str:
         """The first sentence, however long it is."""
         return super().get_short_help_str(max(limit, 1000))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--help-all" in args:
-            for param in self.params:
-                param.hidden = False  # type: ignore[attr-defined]
-            args = ["--help"]
-        return super().parse_args(ctx, args)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        if any(getattr(param, "hidden", False) for param in self.params):
-            formatter.write(f"\nMore options are shown by: {ctx.command_path} --help-all\n")
 
 
 class CommandGroup(_PlainHelp, TyperGroup):

@@ -23,7 +23,6 @@ from .options import (
     count,
     counts,
     option,
-    rare_option,
 )
 
 
@@ -59,29 +58,29 @@ def convert(
     method: str | None = option("--method -m NAME", METHOD_HELP),
     calibration: Calibration = None,
     calibration_tokens: CalibrationTokens = None,
-    calibration_length: Any = rare_option(
+    calibration_length: Any = option(
         "--calibration-length T",
         "Tokens per block of calibration text. Default: the model's context, at most 1,024.",
         parser=count,
     ),
-    fit_steps: int | None = rare_option(
+    fit_steps: int | None = option(
         "--fit-steps S",
         "Gradient steps per layer of fit; 0 uses the closed forms only. Default: 100.",
     ),
-    kl_steps: int | None = rare_option(
+    kl_steps: int | None = option(
         "--kl-steps S",
         "Steps of fit's last stage, which trains all layers together. Default: twice "
         "--fit-steps if the model fits in memory and lost 0.02 nats per token or more, "
         "else 0.",
     ),
-    mix: bool = rare_option(
+    mix: bool = option(
         "--mix/--no-mix",
         "Let a quarter of a decoder's calibration text for fit be of other kinds: text "
         "that SOURCE writes itself, Python sources and made-up records.",
         True,
     ),
     device: Device = None,
-    seed: int = rare_option(
+    seed: int = option(
         "--seed S", "Seed for the sample of calibration text and the order of batches.", 0
     ),
     encoder: bool = option(
@@ -98,7 +97,7 @@ def convert(
     overwrite: bool = option(
         "--overwrite", "Replace an earlier result in OUT once the new one is complete.", False
     ),
-    hash_weights: bool = rare_option(
+    hash_weights: bool = option(
         "--hash",
         "Record the SHA-256 of the weight files of SOURCE and OUT, which reads them completely.",
         False,

@@ -8,7 +8,7 @@ import typer
 
 from gqa_convert.errors import OptionError
 
-from .options import Device, Json, command_line, count, counts, option, rare_option, refuse
+from .options import Device, Json, command_line, count, counts, option, refuse
 
 
 def evaluate(
@@ -42,25 +42,25 @@ def evaluate(
     device: Device = None,
     output: Path | None = option("--output -o FILE.json", "New file for the results as JSON."),
     as_json: Json = False,
-    dtype: str = rare_option(
+    dtype: str = option(
         "--dtype TYPE",
         "float32, bfloat16, float16 or auto: float32 on a CPU, else the checkpoint's.",
         "auto",
     ),
-    revision: str | None = rare_option(
+    revision: str | None = option(
         "--revision REV", "Branch, tag or commit of models on the Hub. Default: main."
     ),
-    text_field: str = rare_option(
+    text_field: str = option(
         "--text-field NAME", "Field with the text, in JSON lines, Parquet and datasets.", "text"
     ),
-    source_field: str | None = rare_option(
+    source_field: str | None = option(
         "--source-field NAME", "Field with the input of an encoder-decoder, to score pairs."
     ),
-    target_field: str | None = rare_option(
+    target_field: str | None = option(
         "--target-field NAME", "Field with what an encoder-decoder should write."
     ),
-    data_split: str = rare_option("--data-split NAME", "Split of a Hub dataset.", "train"),
-    data_name: str | None = rare_option("--data-name NAME", "Configuration of a Hub dataset."),
+    data_split: str = option("--data-split NAME", "Split of a Hub dataset.", "train"),
+    data_name: str | None = option("--data-name NAME", "Configuration of a Hub dataset."),
 ) -> None:
     """Measure the loss of one or more models on the same text, in nats per token and bits per byte.
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,10 +64,6 @@ def option(shown: str, text: str, default: Any = None, **more: Any) -> Any:
         metavar = names.pop()
     declare: Any = typer.Option if names else typer.Argument
     return declare(default, *names, metavar=metavar, help=text, **more)
-
-
-rare_option = partial(option, hidden=True)
-"""An option that `--help-all` shows."""
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:

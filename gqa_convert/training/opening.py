@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
-from gqa_convert.data.model_tokenizer import decoder_start, starts_with_last
+from gqa_convert.data.model_tokenizer import check_vocabulary, decoder_start, starts_with_last
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sampler import SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_blocks, open_samples
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize, default_cache
-from gqa_convert.errors import DataError, InterruptedRunError, RecipeError, StoppedError
+from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
 from gqa_convert.families.context_length import (
     SPAN_LENGTH,
-    VOCABULARY_KEYS,
     block_length,
-    stated_count,
     stated_positions,
 )
 from gqa_convert.families.loading import (
@@ -147,12 +145,7 @@ def check_tokens(
         found += [ids.max() for ids in batch.values()]
     largest = max(found)
     for model in models:
-        size = stated_count(model.config, VOCABULARY_KEYS)
-        if size and largest >= size:
-            raise DataError(
-                f"the text has token {largest}, and {model.source_id} has embeddings of {size} "
-                "tokens: give it the tokenizer that it was trained with, or add embeddings"
-            )
+        check_vocabulary(model.config, int(largest), model.local_folder)
 
 
 def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:

@@ -47,7 +47,7 @@ def test_help_imports_the_options_alone() -> None:
     for arguments in (
         ("--help",),
         ("convert", "--help"),
-        ("convert", "--help-all"),
+        ("convert", "--help"),
         ("convert", "--gruops", "8"),
     ):
         found = loaded_after(RUN, *arguments)
