@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.pages import table
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.layers.last_stage import LastStage, Student, train_together
+from gqa_convert.conversion.layers.last_stage import Student, train_together
 from gqa_convert.conversion.layers.layer_store import LayerStore, SharedStore, layer_key
 from gqa_convert.conversion.layers.model_loading import open_model, precision_of
-from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of, open_layers
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.conversion.resources import holds_halves, last_stage_bytes
 from gqa_convert.merging.attention_heads import Tensors, regroup_heads
@@ -61,9 +61,11 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
         LlamaForCausalLM(config).bfloat16().save_pretrained(source)
         plan = make_plan(open_checkpoint(source), GROUPS, method="factor")
         with LayerStore(Path(folder) / "out", {}, keep=False) as store:
+            layouts = layouts_of(plan)
             with open_layers(plan) as read_layer:
                 for number, (layer, groups) in enumerate(plan.merged_layers):
-                    store.write(layer_key(number), pooled(read_layer(layer), groups), {})
+                    source_layer = read_layer(layouts[layer.module])
+                    store.write(layer_key(number), pooled(source_layer, groups), {})
             model = open_model(source, halves=holds_halves(plan, "cpu"))
             batches = [{"input_ids": torch.randint(config.vocab_size, (1, TOKENS))}]
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -72,8 +74,7 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             student = Student(
                 plan, shared, model, precision_of(plan, torch.device("cpu")), recompute=recompute
             )
-            stage = LastStage(steps=2, seed=0, least=0.0, request={})
-            train_together(student, shared, batches, batches, stage, lambda _: None)
+            train_together(student, shared, batches, [0, 0], {}, lambda _: None)
             estimated = last_stage_bytes(plan, TOKENS, "cpu", recompute=recompute)
             return {"estimated": estimated, "measured": peak() - before}
 

@@ -20,6 +20,7 @@ from gqa_convert.conversion.layers.attention_calls import beginnings
 from gqa_convert.conversion.layers.layer_fitting import fit_layers, measure_divergence
 from gqa_convert.conversion.layers.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore
 from gqa_convert.conversion.layers.one_layer import FitOptions
+from gqa_convert.conversion.layers.optimizer import batch_order
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
@@ -289,7 +290,7 @@ def _fit_layers(work: FitWork, store: SharedStore, model: Any, on_progress: OnPr
     options = FitOptions(
         method=work.plan.merge_method,
         steps=steps_per_layer(work.options),
-        seed=work.plan.seed,
+        seed=work.options.seed,
         validation=len(validating),
         precision=_precision(work, model),
         on_host=work.decisions.on_host,
@@ -313,25 +314,25 @@ def _check_shares(rows: int) -> None:
 def _train_together(
     work: FitWork, store: SharedStore, model: Any, request: JsonObject, on_progress: OnProgress
 ) -> int:
-    """Train all layers together, and store them if that helped; returns the steps taken."""
+    """Train all layers together, and store them if that helped; returns the steps taken, 0 if there
+    was too little to gain.
+    """
     data = work.calibration
     precision = _precision(work, model)
     recompute = work.decisions.recompute
     student = last_stage.Student(work.plan, store, model, precision, recompute=recompute)
-    stage = last_stage.LastStage(
-        steps=work.steps,
-        seed=work.options.seed,
-        least=last_stage.WORTHWHILE if work.options.kl_steps is None else 0.0,
-        request=request,
-    )
-    learned, validation = [*data.fresh, *data.fitted], data.validation or data.fitted
-    steps, is_better = last_stage.train_together(
-        student, store, learned, validation, stage, on_progress
-    )
-    if is_better:
+    on_progress(FitProgress(ALL_TOGETHER, 0, work.steps, f"step 0 of {work.steps:,}"))
+    validation = data.validation or data.fitted
+    before = student.divergence(validation)
+    if work.options.kl_steps is None and before < last_stage.WORTHWHILE:
+        return 0
+    learned = [*data.fresh, *data.fitted]
+    order = batch_order(len(learned), work.steps, work.options.seed)
+    last_stage.train_together(student, store, learned, order, request, on_progress)
+    if student.divergence(validation) < before:
         store.write(TOGETHER, student.tensors(), {})
     store.discard(HALFWAY)
-    return steps
+    return work.steps
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.conversion.rewriting.source import plan_rewriting
-from gqa_convert.errors import NoLanguageModelError, OptionError
-from gqa_convert.families.loading import check_language_model, hears, read_kind
-from gqa_convert.families.table import family_of
+from gqa_convert.errors import OptionError
+from gqa_convert.families.loading import hears, read_kind
+from gqa_convert.families.table import Family, family_of
 from gqa_convert.merging.methods import (
     CALIBRATED_DEFAULT,
     CHOICES,
@@ -67,7 +67,6 @@ def plan_conversion(
         checkpoint,
         groups,
         method=method,
-        seed=calibration.seed,
         encoder=options.encoder,
         native=options.native,
     )
@@ -120,11 +119,8 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
         checkpoint: the source. Of a checkpoint on the Hub only the config and the names of files
             are looked at.
     """
-    family = family_of(checkpoint.config)
-    if not family.native and family.modeling is None:
-        return f"transformers has no class of type {family.model_type}"
-    if family.reads_images_alone:
-        return "its cross-attention reads images alone"
+    if reason := _why_not_run(family_of(checkpoint.config)):
+        return reason
     if hears(checkpoint.config):
         return "its encoder reads audio"
     files = [name for name in _TOKENIZER_FILES if name in checkpoint.sizes]
@@ -133,10 +129,6 @@ def why_no_text(checkpoint: Checkpoint) -> str | None:
     file, folder = files[0], checkpoint.folder
     if file == _TOKENIZER_FILES[0] and folder is not None and not _is_tokenizer(folder / file):
         return f"its {file} cannot be read"
-    try:
-        check_language_model(checkpoint.source_id, checkpoint.config, "")
-    except NoLanguageModelError:
-        return "it has no language-model head"
     return None
 
 
@@ -209,17 +201,12 @@ def _check_needs_no_text(
             raise OptionError(f"{option} {value} {problem}")
 
 
-def check_predicts(
-    plan: Plan,
-    options: CalibrationOptions,
-    advice: str = "choose --method factor without --calibration",
-) -> None:
-    """Refuse calibration of a source that transformers cannot run as a language model, or that text
-    runs only in part, and local text that is not there.
+def check_predicts(plan: Plan, options: CalibrationOptions) -> None:
+    """Refuse calibration of a source that transformers cannot run, and local text that is not
+    there.
 
     Raises:
         DataError: there is no such file or folder.
-        NoLanguageModelError: it was saved without its language-model head.
         OptionError: transformers has no class for it, or it has cross-attention that only images
             run.
     """
@@ -231,19 +218,17 @@ def check_predicts(
         for text in each_of(options.source):
             if not is_self(text) and not is_on_hub(as_source(text)):
                 open_source(as_source(text))
-    if plan.family.reads_images_alone:
+    if reason := _why_not_run(plan.family):
         raise OptionError(
-            "--calibration runs the source on text, and the cross-attention of a "
-            f"{plan.family.model_type} runs on images alone: choose --method factor without "
+            f"calibration runs the source, and {reason}: choose --method factor without "
             "--calibration"
         )
-    check_language_model(
-        plan.checkpoint.source_id,
-        plan.checkpoint.config,
-        f"calibration compares its predictions; {advice}",
-    )
-    if not plan.family.native and plan.family.modeling is None:
-        raise OptionError(
-            "calibration runs the source, and transformers has no class of type "
-            f"{plan.family.model_type}: {advice}"
-        )
+
+
+def _why_not_run(family: Family) -> str | None:
+    """Why transformers cannot run a source on text or sound; None if it can."""
+    if not family.native and family.modeling is None:
+        return f"transformers has no class of type {family.model_type}"
+    if family.reads_images_alone:
+        return "its cross-attention runs on images alone"
+    return None

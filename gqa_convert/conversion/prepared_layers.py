@@ -12,7 +12,7 @@ import numpy as np
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.provenance import CalibrationRecord
 from gqa_convert.conversion.layers.layer_store import TOGETHER, LayerRecord, LayerStore, layer_key
-from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of, open_layers
 from gqa_convert.conversion.options import CalibrationOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
@@ -119,11 +119,12 @@ def _merge_weights(plan: Plan, store: LayerStore, on_progress: OnProgress) -> No
     Raises:
         NonFiniteError: a tensor holds NaN or Inf, or would hold numbers too large for its type.
     """
+    layouts = layouts_of(plan)
     with open_layers(plan) as read_layer:
         for number, (layer, groups) in enumerate(plan.merged_layers):
             record = store.layer(number)
             if record is None:
-                tensors, record = _merged_by_weights(read_layer(layer), groups)
+                tensors, record = _merged_by_weights(read_layer(layouts[layer.module]), groups)
                 store.write(layer_key(number), tensors, asdict(record))
             done = number + 1
             on_progress(FitProgress(MERGING_LAYERS, done, len(plan.merged_layers), layer=record))

@@ -76,7 +76,6 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "it has no language-model head"),
         (
             {
                 "model_type": "whisper",

@@ -10,7 +10,6 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +27,8 @@ from gqa_convert.conversion.layers.model_loading import (
     list_elements,
     wrapped_forward,
 )
-from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.layers.source_layers import layout_of
+from gqa_convert.conversion.layers.optimizer import RelativeAdam
+from gqa_convert.conversion.layers.source_layers import layouts_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
@@ -115,9 +114,11 @@ class Student:
         self._modules = [model.get_submodule(name) for name in names.values()]
         # the merged layers, inside the modules in whose place they compute
         self.layers: list[TrainedLayer] = []
-        for number, module in enumerate(self._modules):
+        layouts = layouts_of(plan)
+        for number, (layer, groups) in enumerate(plan.merged_layers):
+            module = self._modules[number]
             tensors = store.read(layer_key(number))
-            layout, groups = layout_of(plan, number)
+            layout = layouts[layer.module]
             trained = TrainedLayer(MergedAttention(layout, tensors, groups, module))
             module.add_module(_TRAINED, trained)
             if self.is_sharded:
@@ -182,58 +183,32 @@ class Student:
         return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastStage:
-    """How all layers are trained together.
-
-    Attributes:
-        steps: batches to see.
-        seed: of their order.
-        least: the divergence, in nats per token, below which nothing is done.
-        request: what the stage depends on beside the layers, plain data; what was saved for another
-            request is not used.
-    """
-
-    steps: int
-    seed: int
-    least: float
-    request: JsonObject
-
-
 def train_together(
     student: Student,
     store: SharedStore,
     batches: Sequence[Batch],
-    validation: Sequence[Batch],
-    options: LastStage,
+    order: Sequence[int],
+    request: JsonObject,
     on_progress: OnProgress,
-) -> tuple[int, bool]:
+) -> None:
     """Adam on the divergence of the student's next-token distributions from the source's.
 
     Args:
         student: whose layers are trained.
         store: keeps the state every `SAVED_EVERY` seconds; one that it has is gone on with.
         batches: to learn from.
-        validation: other batches, at least one, which decide whether it is worth its time, and
-            whether it helped.
-        options: of the stage.
+        order: the number of the batch that each step sees.
+        request: what the stage depends on beside the layers, plain data; what was saved for another
+            request is not used.
         on_progress: called as steps are taken.
-
-    Returns:
-        The steps taken, 0 if there was too little to gain; and whether the student predicts better
-        than at the start.
     """
-    steps = options.steps
-    on_progress(FitProgress(ALL_TOGETHER, 0, steps, f"step 0 of {steps:,}"))
-    before = student.divergence(validation)
-    if before < options.least:
-        return 0, False
+    steps = len(order)
     # begin, or go on with what a killed run has saved
     optimizer = RelativeAdam([layer.named() for layer in student.layers], RATE, steps)
-    taken = _restore(optimizer, store, options.request)
+    taken = _restore(optimizer, store, request)
     saved = time.monotonic()
     rows = own_rows(batches)
-    for number in batch_order(len(batches), steps, options.seed)[taken:]:
+    for number in order[taken:]:
         own = parts_of(rows[number]) if number in rows else []
         for part, counts in student.in_step(own, batches[number]):
             _add_gradients(student, part, counts, tokens_of(batches[number]).numel())
@@ -243,9 +218,8 @@ def train_together(
         on_progress(FitProgress(ALL_TOGETHER, taken, steps, f"step {taken:,} of {steps:,}"))
         is_late = by_first(partial(operator.gt, time.monotonic() - saved, SAVED_EVERY))
         if is_late and taken < steps:
-            store.write(HALFWAY, optimizer.state(), {"request": options.request, "taken": taken})
+            store.write(HALFWAY, optimizer.state(), {"request": request, "taken": taken})
             saved = time.monotonic()
-    return steps, student.divergence(validation) < before
 
 
 def _add_gradients(student: Student, part: Batch, counts: float, tokens: int) -> None:

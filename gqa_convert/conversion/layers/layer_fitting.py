@@ -19,7 +19,7 @@ from gqa_convert.conversion.layers.layer_walk import (
 from gqa_convert.conversion.layers.merged_attention import MergedAttention
 from gqa_convert.conversion.layers.model_loading import walked_weights, weights_in_memory
 from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer
-from gqa_convert.conversion.layers.source_layers import layout_of, open_layers
+from gqa_convert.conversion.layers.source_layers import layouts_of, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
@@ -100,6 +100,7 @@ def _pass_layers(
     both.
     """
     numbers = {name: number for number, name in enumerate(_modules(plan))}
+    layouts = layouts_of(plan)
     done = 0
 
     def tell(stage: str) -> None:
@@ -118,10 +119,10 @@ def _pass_layers(
                 weights: Replacements = {}
                 for name in layer.attention:
                     number = numbers[name]
-                    layout, groups = layout_of(plan, number)
+                    layout, groups = layouts[name], plan.layer_groups[name]
                     if name in missing:
                         # read first, since it names a tensor that holds NaN
-                        opened = read_layer(layout.layer)
+                        opened = read_layer(layout)
                         attention = student.attention(layer, name, weights, streams.pop(name))
                         tensors, record = OneLayer(attention, opened, groups, options, tell).fit()
                         store.write(layer_key(number), tensors, asdict(record))

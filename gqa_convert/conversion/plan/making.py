@@ -26,7 +26,6 @@ def make_plan(
     groups: int | Sequence[int],
     *,
     method: str = MEAN.name,
-    seed: int = 0,
     encoder: bool = False,
     native: bool | None = None,
 ) -> Plan:
@@ -39,7 +38,6 @@ def make_plan(
         method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too. The
             default is the method that reads nothing but weights; `plan_conversion` makes the plan
             that `convert` carries out by default.
-        seed: of the order of batches in `fit`.
         encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it
             alone (section 2).
         native: as the user asked for it; refused where it does not fit the family. A source that is
@@ -88,7 +86,6 @@ def make_plan(
         layer_groups=counts,
         limits=limits,
         method=method,
-        seed=seed,
         heads=finder.heads,
         source_kv_heads=finder.kv_heads,
         changes=tuple(changes),

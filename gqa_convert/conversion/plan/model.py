@@ -106,7 +106,6 @@ class Plan:
     layer_groups: Mapping[str, int]
     limits: Mapping[str, AbsorptionLimits]
     method: str
-    seed: int
     heads: int
     source_kv_heads: int
     changes: tuple[TensorChange, ...]

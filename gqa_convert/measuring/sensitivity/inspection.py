@@ -157,7 +157,7 @@ def _plan(
     inspected.
     """
     plan = make_plan(checkpoint, 1, method="factor")
-    check_predicts(plan, text, "use convert, whose method mean needs no text")
+    check_predicts(plan, text)
     kv_heads = [layer.kv_heads for layer in plan.layers]
     most = max(kv_heads)
     possible = [count for count in merging_counts(*kv_heads) if count < most]

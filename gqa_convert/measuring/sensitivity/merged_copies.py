@@ -26,7 +26,7 @@ from gqa_convert.conversion.layers.model_loading import (
     running_device,
 )
 from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer
-from gqa_convert.conversion.layers.source_layers import SourceLayer, open_layers
+from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of, open_layers
 from gqa_convert.conversion.layers.statistics import heads_on, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
@@ -208,11 +208,11 @@ def score_copies(
         scores = score_copies(inputs, copies[:MOST_COPIES], held_out, progress)
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     copies = [{}, *copies]
-    layers = {layer.module: layer for layer in inputs.plan.layers}
+    layouts = layouts_of(inputs.plan)
     walk = partial(
         LayerWalk,
         inputs.model,
-        names=list(layers),
+        names=list(layouts),
         projection=inputs.plan.family.output,
         precision=inputs.precision,
     )
@@ -232,7 +232,7 @@ def score_copies(
             for name in layer.attention:
                 candidates = sorted({copy[name] for copy in copies if name in copy})
                 if candidates:
-                    opened = read_layer(layers[name])
+                    opened = read_layer(layouts[name])
                     attention = text.attention(layer, name)
                     check_holds(attention.module, opened)
                     found = inputs.merge(opened, attention, candidates)
@@ -240,7 +240,7 @@ def score_copies(
                         module = MergedAttention(opened.layout, tensors, groups, attention.module)
                         merged[name, groups] = partial(module.installed, module.tensors)
                 done += 1
-                progress(done, len(layers))
+                progress(done, len(layouts))
 
             # the source and its copies pass it
             text.advance(layer)
