@@ -42,8 +42,6 @@ class Needs(Result):
             memory is left out.
         offloaded_bytes: what they take then, at most, in the folder for temporary files.
         disk_bytes: of the result and of files beside it that are deleted afterwards.
-        rewritten_bytes: of those, what the source takes in another form; 0 where it is converted as
-            it is, or rewritten while it is read.
         tokens: of calibration text; None without.
         device: where the source runs.
         hours: of the work on text, with the memory that is free now; None where there is none.
@@ -56,7 +54,6 @@ class Needs(Result):
     least_memory_bytes: int
     offloaded_bytes: int = 0
     disk_bytes: int
-    rewritten_bytes: int = 0
     tokens: int | None = None
     device: str = "cpu"
     hours: float | None = None
@@ -125,7 +122,6 @@ def _with_text(plan: Plan, options: CalibrationOptions, needs: Needs, processes:
         least_memory_bytes=least,
         offloaded_bytes=offloaded,
         disk_bytes=needs.disk_bytes + rewritten,
-        rewritten_bytes=rewritten,
         tokens=tokens,
         device=device,
         hours=calibration_hours(plan, options, decisions, processes),

@@ -129,31 +129,28 @@ def _prepare_work(
         left_out=(*left_out, *more),
     )
     store.check("text", record.inputs())
-    mixed = again = shared = sharded = None
+    notes = [calibration.warning, _left_out_note(more)]
     if calibration.mixed_in:
-        mixed = (
+        notes.append(
             "mixed into the calibration text, so that other kinds of text are kept too: "
             f"{calibration.mixed_in} (--no-mix leaves them out)"
         )
-    if steps and decisions.recompute:
-        again = (
-            "the last stage computes activations again in its backward passes, since the free "
-            "memory does not hold them; the result is the same"
-        )
     if started() > 1:
-        shared = f"{started()} processes divide the blocks among them"
-        if steps and decisions.sharded:
-            sharded = (
-                f"each of {started()} processes holds a share of the weights and of what the last "
-                "stage trains, since one device does not hold them"
-            )
-    for note in (mixed, calibration.warning, _left_out_note(more), again, shared, sharded):
+        notes.append(f"{started()} processes divide the blocks among them")
+    sharded = ""
+    if started() > 1 and steps and decisions.sharded:
+        sharded = (
+            f"each of {started()} processes holds a share of the weights and of what the last "
+            "stage trains, since one device does not hold them"
+        )
+        notes.append(sharded)
+    for note in notes:
         on_progress(tell(note=note))
     return FitWork(
         plan=plan,
         options=options,
         calibration=calibration,
-        record=replace(record, sharded=sharded or ""),
+        record=replace(record, sharded=sharded),
         steps=steps,
         decisions=decisions,
     )

@@ -16,8 +16,8 @@ from gqa_convert.checkpoint.provenance import (
     CalibrationRecord,
     earlier_record,
 )
-from gqa_convert.checkpoint.source import Checkpoint, download_checkpoint, open_checkpoint
-from gqa_convert.conversion.options import ConversionOptions
+from gqa_convert.checkpoint.source import Checkpoint, open_local
+from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.planning import plan_conversion
 from gqa_convert.conversion.prepared_layers import PreparedLayers, prepare_layers
@@ -112,13 +112,14 @@ def convert_checkpoint(
     """
     # all that can be refused is, before anything is downloaded or written
     folder = local_path(out)
-    opened = open_checkpoint(source, revision=options.revision)
-    plan, calibration = plan_conversion(opened, groups, options)
-    check_destination(folder, opened.folder, overwrite=options.overwrite)
-    if opened.folder is None:
-        opened = download_checkpoint(opened)
-        plan, calibration = plan_conversion(opened, groups, options)
+
+    def check(opened: Checkpoint) -> tuple[Plan, CalibrationOptions]:
+        planned = plan_conversion(opened, groups, options)
         check_destination(folder, opened.folder, overwrite=options.overwrite)
+        return planned
+
+    opened = open_local(source, options.revision, check)
+    plan, calibration = check(opened)
     previous = earlier_record(opened)
     if not plan.family.listed and prove is None:
         raise UnsupportedFamilyError(

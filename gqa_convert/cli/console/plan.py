@@ -70,10 +70,7 @@ def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
         show_table("Changes", _changes(plan), justify="left")
     show_table("Sizes", _savings(plan, caches))
     if plan.rewritten_from:
-        where = "while it is read"
-        if needs.rewritten_bytes:
-            where = f"into a folder beside OUT, {size(needs.rewritten_bytes)} of disk"
-        say(f"rewritten first:  {plan.rewritten_from} as {model_type}, {where}")
+        say(f"rewritten first:  {plan.rewritten_from} as {model_type}")
     say(f"loads in:         {loaded_by(plan)}")
     say(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
     say(f"method:           {needs.work}")

@@ -123,30 +123,13 @@ def needs_rewriting(config: Config, result_type: Any) -> bool:
 def rewritten_folder(
     checkpoint: Checkpoint, out: Path, on_progress: OnProgress = lambda progress: None
 ) -> Iterator[Checkpoint]:
-    """A source in another form, in a hidden folder beside `out` that goes at the end.
+    """A source in another form, under its name, written into a hidden folder beside `out` that goes
+    at the end. One of its tensors and four of the source's are in memory at most.
 
     Args:
         checkpoint: what `plan_rewriting` made of a source on this machine.
         out: a folder on the disk that has room.
-        on_progress: as `write_rewritten` calls it.
-    """
-    with staged_folder(out) as scratch:
-        yield write_rewritten(checkpoint, scratch.path / "source", on_progress)
-
-
-def write_rewritten(
-    checkpoint: Checkpoint, folder: Path, on_progress: OnProgress = lambda progress: None
-) -> Checkpoint:
-    """Write a source in another form into a new folder. One of its tensors and four of the source's
-    are in memory at most.
-
-    Args:
-        checkpoint: what `plan_rewriting` made of a source on this machine.
-        folder: where to write.
         on_progress: called with the bytes of tensors that are written.
-
-    Returns:
-        The checkpoint in the folder, under the name of the source.
 
     Raises:
         NonFiniteError: a tensor that is multiplied holds NaN or Inf, or its product does.
@@ -154,8 +137,6 @@ def write_rewritten(
         CorruptCheckpointError: a file of the source changed meanwhile.
     """
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
-    folder.mkdir(parents=True)
-    check_room("the rewritten source, beside the result,", total, folder.parent)
     done = 0
 
     def advance(nbytes: int) -> None:
@@ -163,22 +144,26 @@ def write_rewritten(
         done += nbytes
         on_progress(FitProgress(REWRITING, min(done, total), total))
 
-    with SourceFiles(checkpoint) as sources:
-        for shard in checkpoint.shards:
-            write_file(folder / shard.file, shard.tensors, shard.metadata, sources, advance)
-        sources.check_unchanged()
-    copy_files(checkpoint, folder)
-    write_json(folder / CONFIG, checkpoint.config)
-    files = {shard.file: shard.tensors for shard in checkpoint.shards}
-    write_index(folder, files, checkpoint.index_metadata or {})
-    written = open_checkpoint(folder)
-    return replace(
-        checkpoint,
-        folder=folder,
-        shards=written.shards,
-        index_metadata=written.index_metadata,
-        carried=written.carried,
-        files=written.files,
-        recipes={},
-        tokenizer_defaults={},
-    )
+    with staged_folder(out) as scratch:
+        check_room("the rewritten source, beside the result,", total, scratch.path)
+        folder = scratch.path / "source"
+        folder.mkdir()
+        with SourceFiles(checkpoint) as sources:
+            for shard in checkpoint.shards:
+                write_file(folder / shard.file, shard.tensors, shard.metadata, sources, advance)
+            sources.check_unchanged()
+        copy_files(checkpoint, folder)
+        write_json(folder / CONFIG, checkpoint.config)
+        files = {shard.file: shard.tensors for shard in checkpoint.shards}
+        write_index(folder, files, checkpoint.index_metadata or {})
+        written = open_checkpoint(folder)
+        yield replace(
+            checkpoint,
+            folder=folder,
+            shards=written.shards,
+            index_metadata=written.index_metadata,
+            carried=written.carried,
+            files=written.files,
+            recipes={},
+            tokenizer_defaults={},
+        )
