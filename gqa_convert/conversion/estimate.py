@@ -35,7 +35,6 @@ class Needs(Result):
     Attributes:
         work: the method, the number of tokens where it uses text, and the steps of the last stage
             where it runs.
-        layers: layers that are merged.
         memory_bytes: with so much free, nothing is left out and nothing waits for the disk; on a
             GPU, the GPU's.
         least_memory_bytes: with which the weights lie on the disk, and what needs them all in
@@ -49,7 +48,6 @@ class Needs(Result):
     """
 
     work: str
-    layers: int
     memory_bytes: int
     least_memory_bytes: int
     offloaded_bytes: int = 0
@@ -71,7 +69,6 @@ def estimate_needs(plan: Plan, options: CalibrationOptions, processes: int | Non
     """
     needs = Needs(
         work=plan.merge_method.name,
-        layers=len(plan.merged_layers),
         memory_bytes=_NUMPY_BASE,
         least_memory_bytes=_NUMPY_BASE,
         disk_bytes=plan.disk_bytes,

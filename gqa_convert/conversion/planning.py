@@ -7,7 +7,7 @@ heads (docs/results/README.md), `factor` from the weights alone loses more than 
 every machine has, and falls back to mean pooling where the source cannot read text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -21,12 +21,10 @@ from gqa_convert.families.loading import hears, read_kind
 from gqa_convert.families.table import Family, family_of
 from gqa_convert.merging.methods import (
     CALIBRATED_DEFAULT,
-    CHOICES,
     DEFAULT,
     MEAN,
     METHODS,
     REPEAT,
-    names,
 )
 from gqa_convert.runtime.machine import chosen_device
 
@@ -154,51 +152,48 @@ def check_calibration(method: str, options: CalibrationOptions, data: str = "tex
         OptionError: `fit` without text, text for a method that reads none, an option of calibration
             without text, or a device that is not there.
     """
-    wanted = METHODS[method]
-    training = {"--fit-steps": options.steps, "--kl-steps": options.kl_steps}
-    if options.has_data and wanted.text == "never":
-        measuring = names(each for each in CHOICES if each.text != "never")
+    wanted, able = METHODS[method], CALIBRATED_DEFAULT.name
+    of_text = {
+        "--calibration-tokens": options.tokens,
+        "--calibration-length": options.sequence_length,
+        "--device": options.device,
+    }
+    of_training = {
+        "--fit-steps": options.steps,
+        "--kl-steps": options.kl_steps,
+        "--no-mix": None if options.mix else "",
+    }
+    given = _given(of_text) + _given(of_training)
+    if wanted.text == "never" and options.has_data:
+        given.insert(0, "--calibration")
+    # options that need text, or a method that does
+    if wanted.text == "never" and given:
         raise OptionError(
-            f"--calibration is of no use to --method {method}: leave it out, or choose one of "
-            f"{measuring}"
+            f"{given[0]} is of no use to --method {method}: leave it out, or choose --method {able}"
         )
-    if not options.has_data:
-        _check_needs_no_text(method, options, training, data)
-    for option, value in training.items():
-        if value is not None and not wanted.trains:
-            able = names(each for each in CHOICES if each.trains)
-            raise OptionError(f"{option} {value} with --method {method}: only {able} takes it")
-        if value is not None and value < 0:
-            raise OptionError(f"{option} is {value}, expected 0 or more")
-    if not options.mix and not wanted.trains:
-        raise OptionError(
-            f"--no-mix with --method {method}: nothing is mixed into its text, leave the option out"
-        )
+    files = "a text file or dataset" if data == "text" else "a folder of audio files"
+    name_it = f"needs calibration {data}: name {files} with --calibration"
+    if not options.has_data and wanted.text == "required":
+        raise OptionError(f"--method {method} {name_it}, or choose --method {DEFAULT.name}")
+    if not options.has_data and given:
+        raise OptionError(f"{given[0]} {name_it}, or leave it out")
+    # options of training, and numbers out of range
+    for option in _given(of_training):
+        if not wanted.trains:
+            raise OptionError(f"{option} with --method {method}: only {able} takes it")
+    for option in ("--fit-steps", "--kl-steps"):
+        steps = of_training[option]
+        if isinstance(steps, int) and steps < 0:
+            raise OptionError(f"{option} is {steps}, expected 0 or more")
     if options.tokens is not None and options.tokens < 1:
         raise OptionError(f"--calibration-tokens is {options.tokens}, expected a number above 0")
     if options.device is not None:
         chosen_device(options.device)
 
 
-def _check_needs_no_text(
-    method: str, options: CalibrationOptions, training: dict[str, int | None], data: str
-) -> None:
-    """Refuse, without text or sounds, a method or an option that needs them."""
-    files = "a text file or dataset" if data == "text" else "a folder of audio files"
-    name_it = f"needs calibration {data}: name {files} with --calibration"
-    if METHODS[method].text == "required":
-        raise OptionError(f"--method {method} {name_it}, or choose --method {DEFAULT.name}")
-    unread = training | {
-        "--calibration-tokens": options.tokens,
-        "--calibration-length": options.sequence_length,
-        "--device": options.device,
-    }
-    problem = name_it
-    if METHODS[method].text == "never":
-        problem = f"is of no use to --method {method}: leave it out"
-    for option, value in unread.items():
-        if value is not None:
-            raise OptionError(f"{option} {value} {problem}")
+def _given(options: Mapping[str, int | str | None]) -> list[str]:
+    """The options that have a value, with it."""
+    return [f"{option} {value}".strip() for option, value in options.items() if value is not None]
 
 
 def check_predicts(plan: Plan, options: CalibrationOptions) -> None:

@@ -169,6 +169,6 @@ def test_plan_says_it() -> None:
     )
     as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
-    fields = {"work", "layers", "memory_bytes", "disk_bytes", "tokens", "device"}
+    fields = {"work", "memory_bytes", "disk_bytes", "tokens", "device"}
     fields |= {"least_memory_bytes", "offloaded_bytes", "left_out", "hours"}
     assert set(as_json["estimate"]) == fields

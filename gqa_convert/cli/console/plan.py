@@ -72,7 +72,6 @@ def show_plan(plan: Plan, needs: Needs, caches: JsonObject) -> None:
     if plan.rewritten_from:
         say(f"rewritten first:  {plan.rewritten_from} as {model_type}")
     say(f"loads in:         {loaded_by(plan)}")
-    say(f"tensor parallel:  {', '.join(map(str, plan.tensor_parallel_degrees()))}")
     say(f"method:           {needs.work}")
     memory = f"about {size(needs.memory_bytes)} of memory on {needs.device}"
     if needs.offloaded_bytes:

@@ -244,17 +244,6 @@ class Plan:
         sizes = {key: self.kv_cache_bytes(kind) for key, kind in _CACHES.items()}
         return {key: both for key, both in sizes.items() if both.before}
 
-    def tensor_parallel_degrees(self) -> list[int]:
-        """Degrees of tensor parallelism that split the query heads and the K/V heads of every
-        layer evenly.
-        """
-        counts = (self.heads, *self.layer_groups.values())
-        return [
-            degree
-            for degree in range(1, self.heads + 1)
-            if not any(count % degree for count in counts)
-        ]
-
     def summary(self) -> JsonObject:
         """The plan as plain data for `--json`."""
         return {
@@ -281,7 +270,6 @@ class Plan:
             "modeling_file": f"{self.modeling.file}.py" if self.modeling else None,
             "loads_in": sorted(self.loads_in),
             "listed_in": sorted(self.listed_in),
-            "tensor_parallel": self.tensor_parallel_degrees(),
             "left_behind": list(self.checkpoint.left_behind),
             "warnings": list(self.warnings),
         }
