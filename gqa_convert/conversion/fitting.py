@@ -228,15 +228,18 @@ def fit_checkpoint(
         kl = Divergence(before, before, text)
     # all of them together, and what that gains
     steps, left_out = work.steps, work.record.left_out
+    reason: str | None = None
     if steps:
         try:
-            steps = _train_together(work, store, model, request, on_progress)
+            steps, reason = _train_together(work, store, model, request, on_progress)
         except (MemoryError, RuntimeError) as problem:
             # other processes wait for this one, unless it ends
             is_needed = work.options.kl_steps is not None or count() > 1
             if is_needed or not is_out_of_memory(problem):
                 raise
-            steps, sentence = 0, f"{LAST_STAGE}, because it ran out of memory"
+            steps, reason = 0, "it ran out of memory"
+        if reason is not None:
+            sentence = f"{LAST_STAGE}, because {reason}"
             left_out = (*left_out, sentence)
             on_progress(at_end(note=_left_out_note([sentence])))
         if kl is not None and store.record(TOGETHER) is not None:
@@ -310,9 +313,9 @@ def _check_shares(rows: int) -> None:
 
 def _train_together(
     work: FitWork, store: SharedStore, model: Any, request: JsonObject, on_progress: OnProgress
-) -> int:
-    """Train all layers together, and store them if that helped; returns the steps taken, 0 if there
-    was too little to gain.
+) -> tuple[int, str | None]:
+    """Train all layers together, and store them if that helped; returns the steps taken, and why
+    the layers stay as they were if they do.
     """
     data = work.calibration
     precision = _precision(work, model)
@@ -322,14 +325,17 @@ def _train_together(
     validation = data.validation or data.fitted
     before = student.divergence(validation)
     if work.options.kl_steps is None and before < last_stage.WORTHWHILE:
-        return 0
+        return 0, f"the result diverges by less than {last_stage.WORTHWHILE:g} nats per token"
     learned = [*data.fresh, *data.fitted]
     order = batch_order(len(learned), work.steps, work.options.seed)
     last_stage.train_together(student, store, learned, order, request, on_progress)
-    if student.divergence(validation) < before:
+    after = student.divergence(validation)
+    helped = after < before
+    if helped:
         store.write(TOGETHER, student.tensors(), {})
     store.discard(HALFWAY)
-    return work.steps
+    worse = f"it took validation text from {before:.4f} to {after:.4f} nats per token"
+    return work.steps, None if helped else worse
 
 
 @contextmanager
