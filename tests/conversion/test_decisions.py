@@ -1,6 +1,7 @@
 """What the free memory decides is decided once, obeyed by whoever resumes, said, and recorded."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,33 @@ def test_activations_that_are_computed_again_give_the_same_bytes(
         digests(tmp_path / "kept")["model.safetensors"]
         == digests(tmp_path / "again")["model.safetensors"]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("RATE", 5.0, r"it took validation text from \S+ to \S+ nats per token"),
+        ("WORTHWHILE", 1e9, r"the result diverges by less than 1e\+09 nats per token"),
+    ],
+)
+def test_a_last_stage_that_changes_nothing_says_why(
+    name: str, value: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its steps are far too long, and where there is too little to gain."""
+    free(64 * GIB, monkeypatch)
+    monkeypatch.setattr(last_stage, name, value)
+    notes: list[str] = []
+
+    def look(progress: FitProgress) -> None:
+        if progress.note:
+            notes.append(progress.note)
+
+    result = fit(tmp_path / "out", look=look)
+    assert result.calibration is not None
+    assert result.calibration.kl is not None
+    assert result.calibration.kl.after == result.calibration.kl.before
+    (sentence,) = result.calibration.left_out
+    assert re.fullmatch(
+        f"the last stage, which trains all layers together, because {reason}", sentence
+    )
+    assert f"left out: {sentence}" in notes
