@@ -135,6 +135,11 @@ def _prepare_work(
             "mixed into the calibration text, so that other kinds of text are kept too: "
             f"{calibration.mixed_in} (--no-mix leaves them out)"
         )
+    if steps and decisions.recompute:
+        notes.append(
+            "the last stage computes activations again in its backward passes, since the free "
+            "memory does not hold them; the result is the same"
+        )
     if started() > 1:
         notes.append(f"{started()} processes divide the blocks among them")
     sharded = ""

@@ -1,19 +1,24 @@
 """The files that a name stands for: a folder or a pattern, by the conventions of `datasets`, or
 Python's standard library.
+
+Files that are not read are named on stderr.
 """
 
 import fnmatch
 import glob
 import hashlib
+import logging
 import os
 import re
 import sysconfig
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 
 from gqa_convert.data.files import DOCUMENTS, kind_of
 from gqa_convert.errors import DataError
+from gqa_convert.runtime.messages import some
 
 HELD_OUT_SHARE = 20
 """One in this many files of the standard library is held out."""
@@ -52,33 +57,57 @@ def data_files(
     if not given.is_dir():
         # the pattern may begin with /, which Path.glob does not take
         matching = map(Path, sorted(glob.glob(str(given), recursive=True)))  # noqa: PTH207
-        return [path for path in matching if path.is_file() and _is_data(Path(path.name))]
-    found = [path.relative_to(given) for path in sorted(given.rglob("*")) if path.is_file()]
-    read = [
-        path for path in found if _is_data(path) and (kind_of(path) in kinds or path.name in shared)
-    ]
-    splits = _splits(read)
-    stated = sorted(set(splits.values()))
-    if len(stated) > 1 or split != TRAIN:
-        if split not in stated:
+        found = [path for path in matching if path.is_file()]
+        unread = {path.absolute(): _why_unread(Path(path.name)) for path in found}
+    else:
+        found = [path.relative_to(given) for path in sorted(given.rglob("*")) if path.is_file()]
+        unread = {path: _why_unread(path, kinds, shared) for path in found}
+        splits = _splits([path for path in found if not unread[path]])
+        stated = sorted(set(splits.values()))
+        is_split = len(stated) > 1 or split != TRAIN
+        if is_split and split not in stated:
             raise DataError(
                 f"{given} has no split {split}, found {', '.join(stated) or 'none'}: "
                 "name its files, such as 'data/test*'"
             )
-        for path in read:
-            if path.name in shared:
-                splits.setdefault(path, split)
-        read = [path for path in read if splits.get(path) == split]
-    return [given / path for path in read]
+        for path in found if is_split else ():
+            if splits.get(path, split if path.name in shared else "") != split:
+                unread[path] = unread[path] or f"not in the split {split}"
+    note_unread(given, unread)
+    return [given / path for path, reason in unread.items() if not reason]
 
 
-def _is_data(path: Path) -> bool:
-    """Whether a file is neither hidden nor one about data, by its path alone."""
+def note_unread(given: Path, unread: Mapping[Path, str]) -> None:
+    """Name files that are not read, once and in the first process of several.
+
+    Args:
+        given: where they are.
+        unread: why they are not read; empty for those that are.
+    """
+    by_reason = defaultdict(list)
+    for path, reason in unread.items():
+        by_reason[reason].append(str(path))
+    by_reason.pop("", None)
+    parts = [f"{some(paths)} ({reason})" for reason, paths in by_reason.items()]
+    if parts and os.environ.get("RANK", "0") == "0":
+        _say(f"note: not read in {given}: {'; '.join(parts)}")
+
+
+@lru_cache
+def _say(note: str) -> None:
+    logging.getLogger(__name__).warning(note)
+
+
+def _why_unread(path: Path, kinds: Collection[str] = (), shared: Collection[str] = ()) -> str:
+    """Why a file is not read, by its path alone; empty if it is."""
     from datasets.data_files import FILES_TO_IGNORE
 
-    is_hidden = any(part.startswith(".") for part in path.parts)
-    is_about = path.name in FILES_TO_IGNORE or _BESIDE_DATA.fullmatch(path.name)
-    return not is_hidden and not is_about
+    if any(part.startswith(".") for part in path.parts):
+        return "hidden"
+    if path.name in FILES_TO_IGNORE or _BESIDE_DATA.fullmatch(path.name):
+        return "about data, no data"
+    is_wanted = not kinds or kind_of(path) in kinds or path.name in shared
+    return "" if is_wanted else f"no {', '.join(kinds)}"
 
 
 def _splits(paths: Iterable[Path]) -> dict[Path, str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gqa_convert.data.files import explained, read_rows
-from gqa_convert.data.folders import TRAIN, data_files
+from gqa_convert.data.folders import TRAIN, data_files, note_unread
 from gqa_convert.errors import DataError, MissingExtraError
 from gqa_convert.families import loading
 
@@ -76,6 +76,8 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
             texts[path] = str(text)
     # rows of one file may describe sounds of several splits
     found = [AudioFile(path, text) for path, text in texts.items() if path in sounds]
+    if found:
+        note_unread(folder, {path: "not in the metadata" for path in sounds if path not in texts})
     return found or [AudioFile(path, None) for path in sounds]
 
 

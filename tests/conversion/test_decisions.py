@@ -269,12 +269,14 @@ def test_a_source_that_yields_no_numbers_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_activations_that_are_computed_again_give_the_same_bytes(
+def test_activations_that_are_computed_again_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the stage runs so, to the same bytes."""
     case = folded.build("llama")
     source = case.save(tmp_path / "source")
     calibrate_on(batches_for(case.model), monkeypatch)
+    seen: list[str] = []
     asked: list[bool] = []
     student = last_stage.Student
 
@@ -289,7 +291,16 @@ def test_activations_that_are_computed_again_give_the_same_bytes(
             "decide",
             lambda *_, recompute=recompute: resources.Decisions(recompute=recompute),
         )
-        fit(tmp_path / name, source, kl_steps=2)
+        fit(
+            tmp_path / name,
+            source,
+            look=lambda progress: seen.append(progress.note or ""),
+            kl_steps=2,
+        )
+        told = [
+            note for note in seen if note.startswith("the last stage computes activations again")
+        ]
+        assert len(told) == recompute
     assert asked == [False, True]
     assert (
         digests(tmp_path / "kept")["model.safetensors"]

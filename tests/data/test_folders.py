@@ -1,7 +1,10 @@
-"""Folders of data as people have them: which files are read."""
+"""Folders of data as people have them: which files are read, and that those which are not are
+named.
+"""
 
 import gzip
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,9 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_hidden_files_and_cards_are_no_text(folder: Path, cache: Path) -> None:
+def test_hidden_files_and_cards_are_no_text_and_are_named(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(folder, "a.txt", "w1")
     put(folder, "below/b.md", "w2")
     for name in (
@@ -67,15 +72,48 @@ def test_hidden_files_and_cards_are_no_text(folder: Path, cache: Path) -> None:
     put(folder, "image.png", "w9")
     put(folder, "table.csv", "w9")
     assert numbers_of(str(folder), cache) == [1, 2]
+    (note,) = {record.getMessage() for record in caplog.records}
+    assert note.startswith(f"note: not read in {folder}: ")
+    for words in (
+        "._a.txt, .git/HEAD, .ipynb_checkpoints/a-checkpoint.txt and 1 more (hidden)",
+        "README.md, below/README.md, dataset_info.json and 1 more (about data, no data)",
+        "image.png, table.csv (no .txt",
+    ):
+        assert words in note
+    assert "\n" not in note
+
+
+def test_nothing_is_said_where_everything_is_read(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(folder, "a.txt", "w1")
+    assert numbers_of(str(folder), cache) == [1]
+    assert numbers_of(str(folder / "*.txt"), cache) == [1]
+    assert not caplog.records
+
+
+def test_a_note_is_given_once_and_by_one_process(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, "a.txt", "w1")
+    put(folder, "b.csv", "w2")
+    monkeypatch.setenv("RANK", "1")
+    numbers_of(str(folder), cache)
+    assert not caplog.records
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(3):
+        numbers_of(str(folder), cache)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_patterns_pass_over_cards_too_unless_they_name_one(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(folder, "a.md", "w1")
     put(folder, "README.md", "w2")
     put(folder, ".b.md", "w3")
     assert numbers_of(str(folder / "*.md"), cache) == [1]
+    assert "README.md (about data, no data)" in caplog.text
     monkeypatch.chdir(folder.parent)
     assert numbers_of("data/*.md", cache) == numbers_of("data", cache) == [1]
     assert numbers_of(str(folder / "README.md"), cache) == [2]
@@ -143,6 +181,15 @@ def test_splits_are_those_of_datasets(folder: Path, cache: Path, name: str, spli
             numbers_of(source, cache)
         return
     assert numbers_of(source, cache) == [int(row["text"][1:]) for row in loaded[split]]
+
+
+def test_files_of_other_splits_are_named(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file, number in SPLITS["files"].items():
+        put(folder, file, lines(number))
+    assert numbers_of(str(folder), cache) == [1]
+    assert "more.jsonl, test.jsonl (not in the split train)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -225,7 +272,9 @@ def heard(folder: Path, split: str = "train") -> dict[str, str | None]:
 @pytest.mark.parametrize(
     "name", ["metadata.csv", "metadata.jsonl", "metadata.parquet", "train/metadata.jsonl"]
 )
-def test_texts_of_sound_in_every_form(folder: Path, name: str) -> None:
+def test_texts_of_sound_in_every_form(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     above = f"{Path(name).parent}/" if "/" in name else ""
     put_sounds(folder, f"{above}b.wav", f"{above}sub/a.WAV")
     names = ("sub/a.WAV", "b.wav")
@@ -240,24 +289,28 @@ def test_texts_of_sound_in_every_form(folder: Path, name: str) -> None:
         (f"{above}sub/a.WAV", "says sub/a.WAV"),
         (f"{above}b.wav", "says b.wav"),
     ]
+    assert not caplog.records
 
 
-def test_sound_of_one_split_is_read(folder: Path) -> None:
+def test_sound_of_one_split_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for split in ("train", "test"):
         put_sounds(folder, f"{split}/1.wav")
         put(folder, f"{split}/metadata.csv", csv_of("1.wav"))
     put_sounds(folder, ".trash/1.wav")
     assert heard(folder) == {"train/1.wav": "says 1.wav"}
+    assert "test/1.wav, test/metadata.csv (not in the split train)" in caplog.text
+    assert ".trash/1.wav (hidden)" in caplog.text
     assert heard(folder, "test") == {"test/1.wav": "says 1.wav"}
 
 
-def test_one_file_may_describe_all_splits(folder: Path) -> None:
+def test_one_file_may_describe_all_splits(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_sounds(folder, "train_1.wav", "test_1.wav")
     put(folder, "metadata.csv", csv_of("test_1.wav", "train_1.wav"))
     assert heard(folder) == {"train_1.wav": "says train_1.wav"}
+    assert "test_1.wav (not in the split train)" in caplog.text
 
 
-def test_sound_without_metadata_is_not_read(folder: Path) -> None:
+def test_texts_that_are_not_used_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     put_sounds(folder, "1.wav", "2.wav", "test_1.wav")
     put(folder, "transcripts.tsv", "file\ttext")
     put(folder, "1.txt", "one")
@@ -265,5 +318,7 @@ def test_sound_without_metadata_is_not_read(folder: Path) -> None:
     put(folder, "metadata.jsonl", described("1.wav"))
     with pytest.raises(DataError, match=r"names 1\.wav, which a row before it names"):
         heard(folder)
+    assert "1.txt, transcripts.tsv (no .wav" in caplog.text
     (folder / "metadata.jsonl").unlink()
     assert heard(folder) == {"1.wav": "says 1.wav"}
+    assert f"{folder / '2.wav'}, {folder / 'test_1.wav'} (not in the metadata)" in caplog.text
