@@ -186,6 +186,8 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
         ),
         (with_config("neox", use_parallel_residual=False), 3, "use_parallel_residual = False"),
         (with_config("neox", rope_scaling={"type": "ntk", "factor": 2.0}), 3, "'ntk'"),
+        (with_config("neox", rotary_pct=0.4), 3, "no pairs"),
+        (with_config("neox", rotary_pct=1.5), 3, "makes no sense"),
         (with_config("neox", rope_parameters={"full": {"rope_theta": 1.0}}), 3, "rope_parameters"),
         (with_config("neox", auto_map={"AutoModel": "x.Y"}), 3, "contains modelling code"),
         (
@@ -193,6 +195,7 @@ def with_config(name: str, **fields: Any) -> dict[str, Any]:
             3,
             "GPTNeoXForTokenClassification",
         ),
+        (with_config("neox", pad_token_id=64), 3, "pad_token_id = 64"),
         ({"model_type": "bloom"}, 3, "bloom"),
     ],
 )

@@ -4,6 +4,7 @@ from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.rewriting.arrays import head_rows
 from gqa_convert.conversion.rewriting.other_form import OtherForm
 from gqa_convert.conversion.rewriting.stock_config import (
+    NoStockClassError,
     read_entries,
     refused_value,
     stock_config,
@@ -76,9 +77,17 @@ def _config(config: Config) -> JsonObject:
     if not is_parallel:
         raise refused_value("use_parallel_residual", is_parallel)
     entries = read_entries(config, _COUNTS, _DEFAULTS)
-    heads = entries["num_attention_heads"]
+    heads, vocab_size, padding = (
+        entries["num_attention_heads"],
+        entries["vocab_size"],
+        entries["pad_token_id"],
+    )
+    if (
+        isinstance(padding, int) and not -vocab_size <= padding < vocab_size
+    ):  # which an embedding refuses
+        raise refused_value("pad_token_id", padding)
     dropout = config.get("hidden_dropout", 0.0)
-    entries |= {"num_key_value_heads": heads} | _positions(config)
+    entries |= {"num_key_value_heads": heads} | _positions(config, entries["hidden_size"] // heads)
     entries |= {
         "layer_norm_eps": config.get("layer_norm_eps", 1e-5),
         "resid_pdrop": dropout,
@@ -89,7 +98,7 @@ def _config(config: Config) -> JsonObject:
     return stock_config(config, "phi", classes, entries, "GPTNeoXTokenizerFast")
 
 
-def _positions(config: Config) -> JsonObject:
+def _positions(config: Config, head_dim: int) -> JsonObject:
     """Rotary positions under the keys of old and of new clients."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, dict) or any(
@@ -103,6 +112,20 @@ def _positions(config: Config) -> JsonObject:
     factor = further.pop("partial_rotary_factor", config.get("rotary_pct", 0.25))
     if kind not in _ROPE_TYPES:
         raise refused_value("rope_type", kind)
+    if (
+        type(theta) not in (int, float)
+        or type(factor) not in (int, float)
+        or theta <= 0
+        or not 0 < factor <= 1
+    ):
+        raise NoStockClassError(
+            f"a rotary base of {theta!r} on a share of {factor!r} of each head makes no sense"
+        )
+    rotated = int(head_dim * factor)
+    if not rotated or rotated % 2:
+        raise NoStockClassError(
+            f"{rotated} rotary dimensions of {head_dim} in a head make no pairs"
+        )
     scaling = None if kind == "default" else {"rope_type": kind} | further
     base = {"rope_theta": theta, "partial_rotary_factor": factor}
     return base | {
