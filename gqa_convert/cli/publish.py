@@ -34,8 +34,8 @@ def publish(
     """Write a model card and upload a converted checkpoint to the Hugging Face Hub.
 
     You must be logged in (hf auth login). The card states only what OUT records and what the
-    results measured. All files are checked and listed before anything is sent, and compared by hash
-    after the upload. The same command resumes an interrupted upload. Nothing on the Hub is deleted.
+    results measured. All files are checked and listed before anything is sent. The same command
+    resumes an interrupted upload. Nothing on the Hub is deleted.
 
     Examples:
 

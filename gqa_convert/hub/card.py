@@ -9,10 +9,10 @@ from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError, printable
-from gqa_convert.hub.converted import Converted
-from gqa_convert.hub.licenses import find_license, reminders
+from gqa_convert.hub.converted import Converted, without_folders
+from gqa_convert.hub.licenses import find_license
 from gqa_convert.hub.markup import render
-from gqa_convert.hub.measured import eval_results, read_measured
+from gqa_convert.hub.measured import read_measured
 from gqa_convert.hub.repository import PublishOptions
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
@@ -49,9 +49,14 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         )
         return readme, [kept]
     # licence
-    stated = _stated_by_source(model, readme or "")
+    stated = _stated_by_source(readme or "")
     license_ = find_license(stated, options.license)
-    warnings = reminders(license_, options.name)
+    warnings = []
+    if license_.id is None:
+        warnings.append(
+            "no licence is known: without one the model may not be used, and the source's terms "
+            "may forbid publishing it; find them, and give --license"
+        )
     if not license_.inherited and "license" in stated:
         warnings.append(
             f"--license {license_.id} replaces {stated['license']}, "
@@ -69,20 +74,15 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
     measured, left_out = read_measured(options.results, model)
     kind = "multi-query-attention" if model.record["groups"] == 1 else "grouped-query-attention"
     tags = ["gqa-convert", kind, *(["uptrained"] if model.trainings else [])]
-    task = _TASKS.get(model.auto_class)
-    results = eval_results(measured, task or "text2text-generation")
-    relation = "finetune" if base_id else None
     front = ModelCardData(
         base_model=base_id,
-        base_model_relation=relation,
+        base_model_relation="finetune" if base_id else None,
         library_name="transformers",
-        pipeline_tag=task,
+        pipeline_tag=_TASKS.get(model.auto_class),
         language=stated.get("language"),
         license=license_.id,
         license_name=license_.name,
         license_link=license_.link,
-        model_name=options.name if results else None,
-        eval_results=results or None,
         tags=tags,
     ).to_yaml(line_break="\n")
     # the text, which people read
@@ -141,7 +141,7 @@ def _refuse_useless_options(model: Converted, options: PublishOptions) -> None:
             )
 
 
-def _stated_by_source(model: Converted, text: str) -> JsonObject:
+def _stated_by_source(text: str) -> JsonObject:
     """Licence and languages that the source states, in its README or in the comment of the card
     that replaced it; nothing if there is neither.
     """
@@ -151,7 +151,7 @@ def _stated_by_source(model: Converted, text: str) -> JsonObject:
     for key in _INHERITED if isinstance(found, dict) else ():
         value = found.get(key)
         if value and isinstance(value, str):
-            stated[key] = printable(model.names.name(value.strip()))
+            stated[key] = printable(without_folders(value.strip()))
         elif value and isinstance(value, list):
             stated[key] = [printable(word) for word in value if isinstance(word, str)]
     return stated

@@ -9,6 +9,7 @@ the record states its commit beside it.
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,70 +27,51 @@ from gqa_convert.runtime.json_objects import JsonObject, parse_object
 
 _ON_HUB = ("id", "source", "model")
 """Keys whose value is on the Hub where a `revision` stands beside it."""
-_ARGUMENT = re.compile(r"(-{0,2}[\w.-]+=|-\w|@|)(.*)", re.DOTALL)
-"""What may stand before the value (an option, a key of a recipe, the sign of a file), and the
-value.
-"""
-_DATASET = re.compile(r"([\w.-]+/[\w.-]+)@[0-9a-f]{12}\b")
+_DATASET = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{12}\b")
 """A Hub dataset and its commit, in words."""
+_FOLDERS = re.compile(r"(-{0,2}[\w.-]+=|-\w|@|[\d,]+ tokens of |)(.*/)(.*)", re.DOTALL)
+"""What may stand before a path (an option, a key of a recipe, the sign of a file, a number of
+tokens), its folders, and its name.
+"""
+_SEVERAL = re.compile(r" and |\[|\{")
+"""What joins sources, of which only the last one can be told from folders."""
 _LICENSE_FILE = re.compile(r"(licen[cs]e|notice|copying|use_policy)[^/]*", re.IGNORECASE)
 
 
-class PublicNames:
-    """The names of what a record states.
+def names_on_hub(record: JsonObject) -> set[str]:
+    """The ids on the Hub that a record states with their commits."""
+    found: set[Any] = set()
+
+    def note(part: JsonObject) -> None:
+        if part.get("revision"):
+            found.update(part.get(key) for key in _ON_HUB)
+
+    json.loads(json.dumps(record), object_hook=note)
+    return found
+
+
+def without_folders(value: Any, on_hub: Collection[str] = ()) -> Any:
+    """Plain data in which local files and folders are called by their last names.
 
     Args:
-        record: plain data, in which everything that is on the Hub has its commit.
-
-    Attributes:
-        local: the names of local paths, by the paths as the record states them.
+        value: a record, or a part of one.
+        on_hub: what is the name of no file.
     """
-
-    def __init__(self, record: Any) -> None:
-        self.local: dict[str, str] = {}
-        self._on_hub: set[Any] = set()
-        json.loads(json.dumps(record), object_hook=self._note)
-        self.of(record)  # finds all names, since a description may have one that an argument states
-
-    def _note(self, part: JsonObject) -> None:
-        if part.get("revision"):
-            self._on_hub |= {part.get(key) for key in _ON_HUB}
-        self._on_hub |= set(_DATASET.findall(str(part.get("text"))))
-
-    def of(self, value: Any, key: str = "") -> Any:
-        """The value of a key, and all that is in it, without folders."""
-        if isinstance(value, dict):
-            return {name: self.of(each, name) for name, each in value.items()}
-        if isinstance(value, list):
-            return [self.of(each, key) for each in value]
-        if not isinstance(value, str) or key == "processor":  # whose names hold slashes
-            return value
-        if key == "text":
-            return self._description(value)
-        if key != "command":
-            return self.name(value)
-        before, stated = _ARGUMENT.fullmatch(value).groups()  # type: ignore[union-attr]  # fits all
-        name = self.name(stated)
-        is_list = stated.startswith(("[", "{"))  # of sources, which the recipe states too
-        return before + ("..." if is_list and name != stated else name)
-
-    def name(self, text: str) -> str:
-        """A whole value: unchanged if it is no local path."""
-        is_path = "/" in text or text.startswith("~")
-        if not is_path or text in self._on_hub or re.match("https?://", text):
-            return text
-        self.local[text] = (Path(text).name or ".") if "/" in text else "~"
-        return self.local[text]
-
-    def _description(self, text: str) -> str:
-        """Words on calibration text. A path that no argument states goes with all before its last
-        slash.
-        """
-        for path in sorted(self.local, key=len, reverse=True):
-            text = text.replace(path, self.local[path])
-        if "/" in _DATASET.sub("", text):
-            text = re.sub(r"(\d+ tokens of |).*/", r"\1", text, flags=re.DOTALL)
-        return text
+    if isinstance(value, dict):  # names of processors hold slashes
+        return {
+            key: each if key == "processor" else without_folders(each, on_hub)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [without_folders(each, on_hub) for each in value]
+    if not isinstance(value, str) or value in on_hub or re.match("https?://", value):
+        return value
+    path = _FOLDERS.fullmatch(value.rstrip("/"))
+    if path is None or "/" not in _DATASET.sub("", value):
+        return value
+    before, folders, name = path.groups()
+    omission = "... " if _SEVERAL.search(folders) else ""
+    return before + omission + name
 
 
 @dataclass(frozen=True)
@@ -100,7 +82,7 @@ class Converted:
         plan: of a conversion to the same N, which changes nothing: it has heads, sizes and engines
             from the headers.
         records: of the conversions that made it, oldest first, without folders of the machine.
-        names: of what the records state.
+        names_folders: whether the record as it is published names folders of the machine.
         files: paths of what is published besides the card: what convert and uptrain wrote, and
             licences.
         untracked: paths of other files in the folder, which stay.
@@ -110,7 +92,7 @@ class Converted:
     checkpoint: Checkpoint
     plan: Plan
     records: list[JsonObject]
-    names: PublicNames
+    names_folders: bool
     files: list[str]
     untracked: list[str]
 
@@ -168,7 +150,8 @@ def open_converted(folder: Path) -> Converted:
                 f"{folder / name} is a link that leads out of the folder: put the file in its place"
             )
     # the record must name all that the model needs
-    names, newest = _read_record(folder)
+    stated = _read_record(folder)
+    newest = without_folders(stated, names_on_hub(stated))
     for name in newest["written"]:
         if name.endswith(".py") and name not in checkpoint.sizes:
             raise PublishError(
@@ -190,12 +173,12 @@ def open_converted(folder: Path) -> Converted:
         is_ours = name in newest["written"] or name == PROVENANCE or _LICENSE_FILE.fullmatch(name)
         (files if is_ours else untracked).append(name)
     plan = _plan_without_change(checkpoint, newest)
-    return Converted(folder, checkpoint, plan, records, names, files, untracked)
+    names_folders = newest != stated
+    return Converted(folder, checkpoint, plan, records, names_folders, files, untracked)
 
 
-def _read_record(folder: Path) -> tuple[PublicNames, JsonObject]:
-    """The names that the record of a checkpoint states, and the record without folders of the
-    machine.
+def _read_record(folder: Path) -> JsonObject:
+    """The record of a checkpoint.
 
     Raises:
         PublishError: there is no record, or it is no record of a conversion.
@@ -213,8 +196,7 @@ def _read_record(folder: Path) -> tuple[PublicNames, JsonObject]:
             raise PublishError(
                 f"{path} is not the record of a conversion (it has no {key}): convert again"
             )
-    names = PublicNames(content)
-    return names, names.of(content)
+    return content
 
 
 def _plan_without_change(checkpoint: Checkpoint, record: JsonObject) -> Plan:

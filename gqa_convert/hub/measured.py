@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.hub.converted import Converted, PublicNames
+from gqa_convert.hub.converted import Converted, names_on_hub, without_folders
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 from gqa_convert.runtime.paths import local_path
@@ -19,51 +19,6 @@ class Evaluated(NamedTuple):
     source: ModelScores | None
     tables: list[Table]
     notes: list[str]
-
-
-_METRICS = {
-    "loss": ("loss", "loss (nats per token)"),
-    "kl": ("kl", "KL divergence from the source (nats per token)"),
-    "bits_per_byte": ("bits_per_byte", "bits per byte"),
-    "word_error_rate": ("wer", "word error rate"),
-}
-"""The Hub's names of what `evaluate` measures on a text, for machines and for people."""
-
-
-def eval_results(measured: Sequence[Evaluated], task: str) -> list[Any]:
-    """The figures as the metadata of a card states them: huggingface_hub's `EvalResult`.
-
-    Args:
-        measured: evaluations.
-        task: of the model, as the Hub calls it.
-    """
-    from huggingface_hub import EvalResult
-
-    found = []
-    for each in measured:
-        data, answers = each.file.data, each.ours.retrieval
-        for key, (metric, name) in _METRICS.items():
-            value = getattr(each.ours, key)
-            if data is None or value is None:
-                continue
-            found.append(
-                EvalResult(
-                    task,
-                    data.source,
-                    data.source,
-                    metric,
-                    value,
-                    metric_name=name,
-                    dataset_config=data.name,
-                    dataset_split=data.revision and data.split,  # files have none
-                    dataset_revision=data.revision,
-                )
-            )
-        if answers:
-            found.append(
-                EvalResult(task, "made-up facts", "made-up facts", "exact_match", answers[0].found)
-            )
-    return found
 
 
 def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluated], list[str]]:
@@ -89,12 +44,12 @@ def read_measured(paths: Sequence[Path], model: Converted) -> tuple[list[Evaluat
             continue
         # names of models and texts, without folders of the machine
         content = file.as_json()
-        public = PublicNames(content)
+        on_hub = names_on_hub(content)
         stated = {key: content[key] for key in ("command", "data")}
-        shown = EvaluationFile.model_validate(content | public.of(stated))
+        shown = EvaluationFile.model_validate(content | without_folders(stated, on_hub))
         names = {}
         for each in file.entries():
-            names[each.model] = called.get(each.fingerprint) or public.name(each.model)
+            names[each.model] = called.get(each.fingerprint) or without_folders(each.model, on_hub)
         # a row for the source, where it was measured too
         source = scores.get(of_source)
         entries = [ours] if source is None else [source, ours]

@@ -1,6 +1,4 @@
-"""Publishes a checkpoint: checks everything, writes the card, uploads, and compares the files on
-the Hub.
-"""
+"""Publishes a checkpoint: checks everything, writes the card, and uploads."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from gqa_convert.errors import OutputError, PublishError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import Converted, open_converted
-from gqa_convert.hub.repository import HashedFile, PublishOptions, Repository
+from gqa_convert.hub.repository import PublishOptions, Repository
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.publishing import ownership
 from gqa_convert.publishing.atomic_files import write_whole
@@ -24,10 +22,17 @@ from gqa_convert.runtime.messages import some
 from gqa_convert.runtime.paths import local_path
 
 _SMALL_BYTES = 32 << 20
-"""Files up to this size are searched for access tokens and have git's hash too: the Hub knows all
-larger ones by SHA-256.
-"""
+"""Files up to this size are searched for access tokens."""
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}")
+
+
+@dataclass(frozen=True)
+class HashedFile:
+    """A file that is sent."""
+
+    path: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,8 @@ def publish(
         return publication
     heads = heads_text(model.record["groups"])
     message = f"Upload a conversion to {heads} K/V heads per layer"
-    return replace(publication, commit=repository.upload(model.folder, files, message))
+    commit = repository.upload(model.folder, [*model.files, CARD], message)
+    return replace(publication, commit=commit)
 
 
 def _refuse_token(where: str, content: bytes, token: str | None) -> None:
@@ -130,13 +136,11 @@ def _refuse_token(where: str, content: bytes, token: str | None) -> None:
 
 def _hash_file(folder: Path, name: str, token: str | None) -> HashedFile:
     """Read a file, and refuse it if it holds an access token."""
-    from huggingface_hub.utils.sha import git_hash
-
     path = folder / name
     content = path.read_bytes() if path.stat().st_size <= _SMALL_BYTES else b""
     if not is_weight_file(name):
         _refuse_token(str(path), content, token)
-    return HashedFile(name, **ownership.hash_file(path), git_blob=git_hash(content))
+    return HashedFile(name, **ownership.hash_file(path))
 
 
 def _changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
@@ -174,11 +178,9 @@ def _changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
 def _notes(model: Converted) -> list[str]:
     """What the publisher may not expect: folders that the record names, and files that stay."""
     notes = []
-    if model.names.local:
-        named = next(iter(model.names.local))
+    if model.names_folders:
         notes.append(
-            f"{PROVENANCE} is published too and names folders of this machine: {named}; "
-            "the card does not"
+            f"{PROVENANCE} is published too and names folders of this machine; the card does not"
         )
     if links := model.checkpoint.files.links_out:
         notes.append(f"not sent, as links that lead out of the folder: {some(links)}")

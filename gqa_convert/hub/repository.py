@@ -6,15 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.errors import InterruptedRunError, OptionError, PublishError, UploadError
 from gqa_convert.hub.licenses import LICENSE_ID
 from gqa_convert.runtime.messages import some
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 _TIMEOUT_SECONDS = 30
 
@@ -76,24 +72,6 @@ def _malformed(option: str, value: str, example: str) -> OptionError:
     return OptionError(f"{option} {value!r} is no name on the Hub: write it like {example}")
 
 
-@dataclass(frozen=True)
-class HashedFile:
-    """A file, with the hash by which the Hub knows large files (SHA-256) and that of small ones
-    (git's).
-    """
-
-    path: str
-    bytes: int
-    sha256: str
-    git_blob: str
-
-    def is_same(self, remote: "RepoSibling") -> bool:
-        """Whether the Hub holds this content."""
-        if remote.lfs:
-            return bool(remote.lfs.sha256 == self.sha256)
-        return bool(remote.blob_id == self.git_blob)
-
-
 class Repository:
     """A repository, accessed with the user's login.
 
@@ -134,7 +112,7 @@ class Repository:
 
         with self._explained("nothing was sent: try again later"):
             try:
-                info = self._info(revision=None)
+                info = self._api.model_info(self._options.repo_id, timeout=_TIMEOUT_SECONDS)
             except RepositoryNotFoundError:
                 return self._private
         if self._private and not info.private:
@@ -152,44 +130,26 @@ class Repository:
             )
         return bool(info.private)
 
-    def upload(self, folder: Path, files: Sequence[HashedFile], message: str) -> str:
-        """Create the repository if it is missing, upload files that the Hub does not have yet, and
-        compare what it then holds with what was hashed.
+    def upload(self, folder: Path, names: Sequence[str], message: str) -> str:
+        """Create the repository if it is missing, and upload files that the Hub does not have yet.
+        The client sends and the Hub keeps large files by their SHA-256.
 
         Returns:
             The commit.
 
         Raises:
             UploadError: the Hub can't be reached or refuses, and the same command resumes the
-                upload; or a file is missing there or has other content.
+                upload.
         """
         repo_id = self._options.repo_id
         with self._explained("run the same command again: uploaded files are not sent twice"):
             self._api.create_repo(repo_id, private=self._private, exist_ok=True)
             # names may hold what a pattern takes for a wildcard
-            patterns = [escape(file.path) for file in files]
+            patterns = [escape(name) for name in names]
             commit = self._api.upload_folder(
                 repo_id=repo_id, folder_path=folder, allow_patterns=patterns, commit_message=message
             )
-        with self._explained("the files were sent but could not be compared"):
-            info = self._info(commit.oid)
-        # the folder may have changed since it was hashed
-        arrived = {item.rfilename: item for item in info.siblings or []}
-        for file in files:
-            if file.path not in arrived or not file.is_same(arrived[file.path]):
-                raise UploadError(
-                    f"{self._options.url} holds another {file.path} than the one that was checked, "
-                    "or none: do not change the folder, and publish again"
-                )
         return str(commit.oid)
-
-    def _info(self, revision: str | None) -> "ModelInfo":
-        return self._api.model_info(
-            self._options.repo_id,
-            revision=revision,
-            files_metadata=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
 
     @contextmanager
     def _explained(self, advice: str) -> Iterator[None]:

@@ -30,7 +30,6 @@ class UploadHub(HubServer):
 
     Args:
         failing: requests (method and part of the path) that fail, each once.
-        damage: a path whose content the Hub keeps wrongly.
         slow: seconds until a large file is taken.
     """
 
@@ -43,7 +42,6 @@ class UploadHub(HubServer):
     tokens: set[str | None] = field(default_factory=set)
     commits: dict[str, tuple[str, str]] = field(default_factory=dict)
     failing: list[tuple[str, str]] = field(default_factory=list)
-    damage: str | None = None
     slow: float = 0.0
     lock: Any = field(default_factory=threading.Lock)
 
@@ -79,7 +77,6 @@ class UploadHub(HubServer):
         return self._json(request, described(repo, commit, siblings, private=self.private[repo]))
 
     def _sibling(self, name: str, raw: bytes) -> dict[str, Any]:
-        raw = raw + b"!" if name == self.damage else raw
         found: dict[str, Any] = {"rfilename": name, "size": len(raw), "blobId": blob_id(raw)}
         if self._is_large(name):
             found["lfs"] = {

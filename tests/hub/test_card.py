@@ -226,14 +226,14 @@ def test_an_uptrained_one(out: Path) -> None:
     ("front", "said", "warned"),
     [
         ("license: mit", "`mit`, that of the source", ""),
-        ("license: llama3", "**Built with Meta Llama 3**", "must begin with 'Llama 3'"),
-        ("license: cc-by-nc-nd-4.0", "`cc-by-nc-nd-4.0`", "forbids sharing changed versions"),
+        ("license: llama3", "**Built with Meta Llama 3**", ""),
+        ("license: cc-by-nc-nd-4.0", "`cc-by-nc-nd-4.0`", ""),
         (
             "license: other\nlicense_name: odd\nlicense_link: X",
             "`other`, name `odd`, terms at `X`, that",
-            "read it",
+            "",
         ),
-        ("license: something-new", "`something-new`", "does not know its terms"),
+        ("license: something-new", "`something-new`", ""),
         ("language: en", "Not known", "no licence is known"),
     ],
 )
@@ -321,7 +321,7 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
     for said in (
         "A local checkpoint (`llama`)",
         "gqa-convert convert llama up --calibration c.txt",
-        "gqa-convert uptrain r.yaml teacher=model data=...",
+        "gqa-convert uptrain r.yaml teacher=model 'data=... t}]'",
         "Text: `texts`.",
         "teacher `model`",
         "Calibration text: `9 tokens of c.txt: 1`.",
@@ -330,7 +330,7 @@ def test_folders_of_the_machine_stay_out_of_the_card(out: Path) -> None:
         "differences are from other",
     ):
         assert said in text
-    assert any("gqa_conversion.json" in each and "Secret Plans" in each for each in warnings)
+    assert any("names folders of this machine" in each for each in warnings)
 
 
 def test_access_tokens_are_not_published(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import open_checkpoint
@@ -102,43 +101,6 @@ def test_losses_of_the_model_and_its_source(base: Path, tmp_path: Path) -> None:
     assert "9.75" not in text
     assert "loss was not measured" not in text
     assert "Loss: not measured" not in text
-
-
-def test_the_metadata_states_what_was_measured(base: Path, tmp_path: Path) -> None:
-    """As the Hub's own reader finds it."""
-    ours = score(base / "out", 3.125, kl=0.0625, word_error_rate=0.25, retrieval=found(0.5, None))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    stated = ScoredText(source="org/corpus", name="en", split="test", revision=commit)
-    questions = AskedQuestions(lengths=[2048], questions=24)
-    files = [
-        evaluation(tmp_path / "a.json", ours, data=stated),
-        evaluation(tmp_path / "b.json", ours, text="/x y/t.txt"),
-    ]
-    files.append(evaluation(tmp_path / "c.json", ours, questions=questions, data=None))
-    card(base / "out", *files)
-    read = ModelCard((base / "out" / "README.md").read_text()).data
-    assert read.model_name == "gqa-3"
-    hub, custom = (
-        ("org/corpus", "org/corpus", "en", "test", commit),
-        ("t.txt", "t.txt", None, None, None),
-    )
-    values = {"loss": 3.125, "kl": 0.0625, "bits_per_byte": 1.25, "wer": 0.25}
-    expected = {
-        (*text, metric, value) for text in (hub, custom) for metric, value in values.items()
-    }
-    expected.add(("made-up facts", "made-up facts", None, None, None, "exact_match", 0.5))
-    stated_there = set()
-    for each in read.eval_results or ():
-        text = (
-            each.dataset_type,
-            each.dataset_name,
-            each.dataset_config,
-            each.dataset_split,
-            each.dataset_revision,
-        )
-        stated_there.add((*text, each.metric_type, each.metric_value))
-    assert stated_there == expected
-    assert {each.task_type for each in read.eval_results or ()} == {"text-generation"}
 
 
 def found(share: float, difference: float | None) -> list[Found]:
