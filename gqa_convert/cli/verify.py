@@ -22,8 +22,8 @@ def verify(
 
     Every tensor is compared or recomputed by code that is independent of the converter. Then both
     models are loaded, one at a time, and OUT must compute what SOURCE computes with OUT's heads
-    repeated. A result of fit, which depends on its calibration text, must also be nearer to SOURCE
-    than mean pooling, as a whole and in each attention module. The exit code is 1 if a check fails.
+    repeated. In a result of factor or fit, no attention module may be far worse than with mean
+    pooling. The exit code is 1 if a check fails.
 
     An uptrained checkpoint has other weights: verify the checkpoint that training started from. A
     source that convert has rewritten first is rewritten again, in a folder beside OUT that goes

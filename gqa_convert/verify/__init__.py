@@ -2,8 +2,8 @@
 
 The proof has two halves. What is stored: every tensor that a conversion leaves alone has SOURCE's
 bytes, and every K/V head is what the method makes of its group, as far as that can be said from the
-heads alone. What is computed: OUT equals SOURCE with OUT's heads repeated, and a fitted result is
-nearer to SOURCE than mean pooling.
+heads alone. What is computed: OUT equals SOURCE with OUT's heads repeated, and no attention module
+of a fitted result is far worse than with mean pooling.
 
 verify shares with the converter the families' records, the legacy config keys, the rewriting of
 sources, loading models with transformers, the package's modelling files, whose bytes OUT's must

@@ -130,7 +130,7 @@ def test_methods_that_read_text_convert_the_decoder(model_type: str, tmp_path: P
         is not None
     )
     # random weights make the fit no better than the mean on other tokens
-    assert failed(verify_checkpoint(out, folder)).keys() <= {"better than mean", "module outputs"}
+    assert failed(verify_checkpoint(out, folder)).keys() <= {"module outputs"}
 
 
 def test_text_is_refused_where_only_images_run_the_cross_attention(

@@ -423,10 +423,7 @@ def test_what_is_worse_than_the_mean_fails(made: Made, tmp_path: Path, method: s
             edit(out, f"{stem}.o_proj.weight", lambda tensor: -3 * tensor)
 
     out, source = damaged(made, ("qwen2", 3, method), worsen, tmp_path)
-    found = set(failed(verify_checkpoint(out, source)))
-    assert found == (
-        {"better than mean", "module outputs"} if method == "fit" else {"module outputs"}
-    )
+    assert set(failed(verify_checkpoint(out, source))) == {"module outputs"}
 
 
 def test_one_bad_module_does_not_hide_in_a_good_fit(made: Made, tmp_path: Path) -> None:
