@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gqa_convert.checkpoint import formats
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
@@ -44,22 +44,18 @@ class LocalFiles:
     def __post_init__(self) -> None:
         self.sizes: dict[str, int] = {}
         links_out = []
-        for root, folders, names in os.walk(self.folder, onerror=_refuse):
-            folders[:] = sorted(
-                name for name in folders if not name.startswith(".") and name != "__pycache__"
-            )
-            # a link to a folder could lead anywhere, and os.walk does not follow it
-            for name in folders:
-                path = Path(root, name)
-                if path.is_symlink():
-                    links_out.append(f"{path.relative_to(self.folder)}/")
-            for name in sorted(names):
+        for root, folders, names in os.walk(self.folder, onerror=raise_error):
+            folders[:] = [name for name in folders if name != "__pycache__" and name[0] != "."]
+            folders.sort()
+            for name in sorted(folders + names):
                 path = Path(root, name)
                 relative = path.relative_to(self.folder).as_posix()
                 may_lie_elsewhere = relative == "config.json" or formats.is_weight_file(relative)
                 if name.startswith("."):
                     continue
-                if not may_lie_elsewhere and leads_out(path, self.folder):
+                if path.is_symlink() and path.is_dir():
+                    links_out.append(f"{relative}/")  # which could lead anywhere
+                elif not may_lie_elsewhere and leads_out(path, self.folder):
                     links_out.append(relative)
                 elif path.is_file():
                     self.sizes[relative] = path.stat().st_size
@@ -73,14 +69,16 @@ class LocalFiles:
         """Return the first `length` bytes of a file.
 
         Raises:
-            CorruptCheckpointError: the file ends before, or cannot be read.
+            CorruptCheckpointError: the file ends before.
         """
         path = self.folder / name
-        try:
-            with path.open("rb") as file:
-                return checked_length(file.read(length), length, str(path))
-        except OSError as problem:
-            _refuse(problem)
+        with path.open("rb") as file:
+            return checked_length(file.read(length), length, str(path))
+
+
+def raise_error(problem: OSError) -> NoReturn:
+    """What `os.walk` does about a folder that can't be read, which it leaves out otherwise."""
+    raise problem
 
 
 def checked_length(raw: bytes, length: int, where: str) -> bytes:
@@ -90,12 +88,6 @@ def checked_length(raw: bytes, length: int, where: str) -> bytes:
             f"{where} ends at byte {len(raw):,} instead of {length:,}: download or copy it again"
         )
     return raw
-
-
-def _refuse(problem: OSError) -> NoReturn:
-    raise CorruptCheckpointError(
-        f"{problem.filename} cannot be read ({problem.strerror}): check the disk"
-    ) from None
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -162,19 +154,10 @@ class HubFiles:
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""
         from huggingface_hub import hf_hub_download, snapshot_download
-        from huggingface_hub.utils import tqdm
-
-        class TerminalBars(tqdm):  # type: ignore[misc]
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(
-                    *args, **options | {"disable": None}
-                )  # nothing where stderr is no terminal
 
         patterns = [glob.escape(name) for name in leave_out] or None
         try:
-            folder = snapshot_download(
-                self.name, revision=self.commit, ignore_patterns=patterns, tqdm_class=TerminalBars
-            )
+            folder = snapshot_download(self.name, revision=self.commit, ignore_patterns=patterns)
             # by this the cache knows what the revision stands for, for runs without a network
             hf_hub_download(self.name, "config.json", revision=self.revision)
         except Exception as problem:

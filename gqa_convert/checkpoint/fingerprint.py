@@ -9,7 +9,6 @@ from pathlib import Path
 from gqa_convert.checkpoint.formats import choose_weights
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
-from gqa_convert.errors import CorruptCheckpointError
 
 SCHEME = "v2-"
 """How a fingerprint begins: records of earlier results have others, which say nothing about these.
@@ -31,37 +30,31 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Args:
         checkpoint: in a local folder.
-
-    Raises:
-        CorruptCheckpointError: a file of it can't be read any more.
     """
     stored = checkpoint.stored
     folder = stored.local_folder
     digest = hashlib.sha256()
-    try:
-        for name in (CONFIG, PROVENANCE):
-            if (folder / name).exists():
-                digest.update(
-                    f"{name}\n".encode() + hashlib.sha256((folder / name).read_bytes()).digest()
-                )
-        # the index, where there is one
-        weights = choose_weights(stored.sizes, stored.source_id)
-        if weights.endswith(".json"):
-            digest.update(hashlib.sha256((folder / weights).read_bytes()).digest())
-        # a sample of every tensor, since reading all of them takes minutes
-        for shard in stored.shards:
-            path = folder / shard.file
-            sampled = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())
-            with path.open("rb", buffering=0) as file:
-                for start, nbytes in _parts(path, shard):
-                    file.seek(start + max(0, nbytes - _SAMPLE_BYTES) // 2)
-                    sampled.update(file.read(min(nbytes, _SAMPLE_BYTES)))
-            digest.update(sampled.digest())
-    except OSError as problem:
-        raise CorruptCheckpointError(
-            f"{problem.filename} can't be read ({problem.strerror}): copy it again"
-        ) from None
+    for name in (CONFIG, PROVENANCE):
+        if (folder / name).exists():
+            digest.update(f"{name}\n".encode() + _hash(folder / name))
+    # the index, where there is one
+    weights = choose_weights(stored.sizes, stored.source_id)
+    if weights.endswith(".json"):
+        digest.update(_hash(folder / weights))
+    # a sample of every tensor, since reading all of them takes minutes
+    for shard in stored.shards:
+        path = folder / shard.file
+        sampled = hashlib.sha256(f"{shard.file} {shard.size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            for start, nbytes in _parts(path, shard):
+                file.seek(start + max(0, nbytes - _SAMPLE_BYTES) // 2)
+                sampled.update(file.read(min(nbytes, _SAMPLE_BYTES)))
+        digest.update(sampled.digest())
     return SCHEME + digest.hexdigest()
+
+
+def _hash(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 def _parts(path: Path, shard: Shard) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 files, but no weight.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -167,22 +168,18 @@ def open_checkpoint(
         UnsupportedFormatError: quantised weights, an adapter, a training checkpoint, a GGUF file or
             another foreign format.
     """
-    try:
-        path = Path(source).expanduser()
-        is_folder = path.is_dir()
-        exists = path.exists()
-    except (OSError, RuntimeError) as problem:  # too long, no permission, no such user
-        raise SourceNotFoundError(f"{source} is not a usable path ({problem}): check it") from None
-    if exists and not is_folder:
+    # Path's own methods raise an error for a name that is too long
+    name = expanded(source)
+    if os.path.isdir(name):  # noqa: PTH112
+        if revision is not None:
+            raise SourceNotFoundError(
+                f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
+            )
+        return read_checkpoint(LocalFiles(Path(name), name))
+    if os.path.exists(name):  # noqa: PTH110
         raise SourceNotFoundError(
             f"{source} is a file: name the folder that holds config.json and the weights"
         )
-    if is_folder and revision is not None:
-        raise SourceNotFoundError(
-            f"{source} is a local folder, which has no revision {revision!r}: omit --revision"
-        )
-    if is_folder:
-        return read_checkpoint(LocalFiles(path, expanded(source)))
     opened = read_checkpoint(open_hub_files(str(source), revision))
     return download_checkpoint(opened) if download else opened
 

@@ -118,12 +118,7 @@ class SourceFiles(ExitStack):
         """The path of a file, which must be as it was when its header was read."""
         shard = self._stored.shards[number]
         path = self._stored.local_folder / shard.file
-        try:
-            status = path.stat()
-        except OSError as problem:
-            raise CorruptCheckpointError(
-                f"{path} can't be read any more ({problem.strerror}): restore it, and try again"
-            ) from None
+        status = path.stat()
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.modified_ns):
             raise CorruptCheckpointError(
                 f"{path} has changed since its header was read: "

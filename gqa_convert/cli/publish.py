@@ -1,6 +1,5 @@
 """`gqa-convert publish`."""
 
-import sys
 from pathlib import Path
 
 from gqa_convert.runtime.messages import size
@@ -44,15 +43,10 @@ def publish(
         --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
     """
-    from huggingface_hub.utils import disable_progress_bars
-
     from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json, say
     from gqa_convert.errors import printable
     from gqa_convert.hub.publishing import Publication, publish
     from gqa_convert.hub.repository import PublishOptions
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
 
     console = make_console(stderr=as_json or not dry_run)
     options = PublishOptions(

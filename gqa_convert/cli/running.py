@@ -20,6 +20,8 @@ def run(app: Any) -> Never:
     os.environ.setdefault(
         "TRANSFORMERS_VERBOSITY", "error"
     )  # this program reports on checkpoints itself
+    if not sys.stderr.isatty():
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # those of torch and transformers are for developers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.errors import OutputError, PublishError
+from gqa_convert.errors import PublishError
 from gqa_convert.families.layerwise import heads_text
 from gqa_convert.hub.card import make_card
 from gqa_convert.hub.converted import Converted, open_converted
@@ -98,12 +98,7 @@ def publish(
     warnings += [*_changes(model, files), *_notes(model)]
     # the card is the only thing that changes in the folder
     path = model.folder / CARD
-    try:
-        write_whole(path, card.encode())
-    except OSError as problem:
-        raise OutputError(
-            f"{path} can't be written ({problem.strerror}): make room, or the folder writable"
-        ) from None
+    write_whole(path, card.encode())
     files.append(_hash_file(model.folder, CARD, token))
     publication = Publication(
         repo_id=options.repo_id,

@@ -15,8 +15,8 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
+from gqa_convert.checkpoint.files import raise_error
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import CorruptCheckpointError
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
@@ -73,7 +73,7 @@ def foreign_files(folder: Path) -> list[str]:
     """Return the files in a folder that this program did not write, as relative paths."""
     ours = _read_listed(folder)
     found = []
-    for root, folders, names in os.walk(folder, onerror=_raise):
+    for root, folders, names in os.walk(folder, onerror=raise_error):
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in sorted(Path(root, name) for name in links + names):
             name = path.relative_to(folder).as_posix()
@@ -85,10 +85,6 @@ def foreign_files(folder: Path) -> list[str]:
             if not is_ours:
                 found.append(name)
     return found
-
-
-def _raise(problem: OSError) -> NoReturn:
-    raise problem
 
 
 def _read_listed(folder: Path) -> JsonObject:

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.errors import CorruptCheckpointError
 from tests.helpers.checkpoints import by_mean, write_llama
 
 
@@ -105,7 +104,5 @@ def test_every_tensor_counts(tmp_path: Path, suffix: str) -> None:
 def test_files_that_went_away_are_named(tmp_path: Path) -> None:
     opened = open_checkpoint(checkpoint(tmp_path / "model"))
     (tmp_path / "model" / "model.safetensors").unlink()
-    with pytest.raises(
-        CorruptCheckpointError, match=r"model\.safetensors can't be read \(No such file"
-    ):
+    with pytest.raises(OSError, match=r"No such file.*model\.safetensors"):
         fingerprint(opened)
