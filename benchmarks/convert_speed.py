@@ -77,7 +77,7 @@ def warm(folder: Path) -> None:
 
 def contenders(source: Path, out: Path) -> dict[str, list[str]]:
     """The commands by name."""
-    convert = ["convert", str(source), str(out), "--groups", GROUPS, "--method", "mean"]
+    convert = ["convert", str(source), str(out), "--kv-heads", GROUPS, "--method", "mean"]
     return {
         "cp": ["sh", "-c", f"cp -r --reflink=never '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": [sys.executable, "-m", "gqa_convert", *convert],

@@ -224,7 +224,7 @@ def measure_uptraining(settings: Settings) -> dict[str, Any]:
     model = settings.folder / "model"
     found: dict[str, Any] = {
         "converting": run(
-            settings, "convert", source, model, "--groups", str(groups), "--method", "mean"
+            settings, "convert", source, model, "--kv-heads", str(groups), "--method", "mean"
         )
     }
     recipes = {}
@@ -290,7 +290,7 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
         "convert",
         DEMO,
         fitted,
-        "--groups",
+        "--kv-heads",
         "3",
         *text,
         *(["--kl-steps", "2"] if settings.small else []),
@@ -306,7 +306,7 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
         "convert",
         layer,
         settings.folder / "none",
-        "--groups",
+        "--kv-heads",
         str(groups),
         *text,
         "--kl-steps",
@@ -327,7 +327,7 @@ def measure_last_stage(settings: Settings) -> dict[str, Any]:
     source = make_source(settings.folder / "whole", layers=layers, hidden=hidden)
     out = settings.folder / "stage"
     text = ["--calibration", "python-stdlib", "--calibration-tokens", "4k", "--no-mix"]
-    text += ["--fit-steps", "0", "--kl-steps", str(steps), "--groups", str(groups)]
+    text += ["--fit-steps", "0", "--kl-steps", str(steps), "--kv-heads", str(groups)]
     found: dict[str, Any] = {"dry run": run(settings, "convert", source, out, *text, "--dry-run")}
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -213,7 +213,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="of models and text")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
-    parser.add_argument("--groups", type=int, nargs="+", default=[2, 1], help="(%(default)s)")
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[2, 1], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
     options = parser.parse_args()
     folder, source = options.folder, options.folder / "source"
@@ -239,7 +239,7 @@ def main() -> None:
                 continue
             out = folder / "out"
             _, minutes = gqa_convert(
-                "convert", source, out, "--groups", str(groups), *words, "--overwrite"
+                "convert", source, out, "--kv-heads", str(groups), *words, "--overwrite"
             )
             cell |= minutes | score(out, source, folder)
             records.write()

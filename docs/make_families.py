@@ -19,7 +19,7 @@ PAGE = """\
 
 # Supported models
 
-Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOURCE --groups N --dry-run`.
+Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOURCE --kv-heads N --dry-run`.
 
 | your type is | its result | loads with |
 |---|---|---|

@@ -116,7 +116,7 @@ def measure(
     out = options.folder / "converted" / f"{source.name}-{method}-{text}-{seed}"
     given: list[str | Path] = list(METHODS[method])
     if "--kv-budget" not in given:
-        given = ["--groups", str(GROUPS), *given]
+        given = ["--kv-heads", str(GROUPS), *given]
     if text:
         files = [
             name if name == OWN else options.folder / "text" / f"{name}-calibration.jsonl"

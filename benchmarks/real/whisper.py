@@ -1,7 +1,7 @@
 """What merging the decoder of a model that hears loses: Whisper base, whose 8 K/V heads become 4, 2
 and 1.
 
-    python -m benchmarks.real.whisper --source openai/whisper-base --folder FOLDER [--groups 2 1]
+    python -m benchmarks.real.whisper --source openai/whisper-base --folder FOLDER [--kv-heads 2 1]
     [--seeds 0 1]
 
 FOLDER gets the spoken sentences and the results; what it and the output hold is not made again, and
@@ -69,7 +69,7 @@ def measure(cell: Cell, options: argparse.Namespace) -> None:
         ]
     out = options.folder / f"{method}-{groups}-{seed}"
     _, took = gqa_convert(
-        "convert", options.source, out, "--groups", str(groups), "--overwrite", *given
+        "convert", options.source, out, "--kv-heads", str(groups), "--overwrite", *given
     )
     cell |= {"minutes": took["core_minutes"], **scored(out, options.source, options.folder)}
 
@@ -122,7 +122,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/gqa-convert/whisper"))
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--groups", type=int, nargs="+", default=[4, 2, 1])
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[4, 2, 1])
     parser.add_argument(
         "--methods", nargs="+", choices=("mean", "layers", "fit"), default=["fit", "layers", "mean"]
     )

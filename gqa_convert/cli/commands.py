@@ -22,8 +22,8 @@ With calibration text (any text like what the model will read) a model loses lea
 a bundled one.
 
   gqa-convert demo
-  gqa-convert convert  ./Llama-2-7b --groups 8 --dry-run
-  gqa-convert convert  ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
+  gqa-convert convert  ./Llama-2-7b --kv-heads 8 --dry-run
+  gqa-convert convert  ./Llama-2-7b ./gqa8 --kv-heads 8 --calibration text.txt
   gqa-convert verify   ./gqa8 --source ./Llama-2-7b
   gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt
 

@@ -47,8 +47,8 @@ def group_counts(text: str) -> int | list[int]:
 def convert(
     source: Source,
     out: Path | None = option("OUT", "New folder for the result; it appears whole or not at all."),
-    groups: Any = option(
-        "--groups -n N|N,N,...|@FILE",
+    kv_heads: Any = option(
+        "--kv-heads --groups -n N|N,N,...|@FILE",
         "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
         "decoders may differ: a list with one number per attention layer, or @ and a "
         "file with it.",
@@ -110,7 +110,7 @@ def convert(
     ),
     as_json: Json = False,
 ) -> None:
-    """Merge the K/V heads of SOURCE into N groups and write the result to OUT.
+    """Merge the K/V heads of SOURCE into N per layer, and write the result to OUT.
 
     With --calibration, method fit adapts the merged heads to the text, layer by layer and then all
     layers together if the model fits in memory; a quarter of a decoder's text is of other kinds,
@@ -122,16 +122,16 @@ def convert(
     With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are
     merged most. Of a T5, the decoder is converted, and the encoder only with --encoder.
 
-      gqa-convert convert ./Llama-2-7b ./gqa8 --groups 8 --calibration text.txt
+      gqa-convert convert ./Llama-2-7b ./gqa8 --kv-heads 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
-      gqa-convert convert ./Llama-2-7b --groups 8 --dry-run
+      gqa-convert convert ./Llama-2-7b --kv-heads 8 --dry-run
     """
     if out is None and not dry_run:
         raise OptionError("OUT is missing: name a folder for the result, or add --dry-run")
-    if (groups is None) == (kv_budget is None):
+    if (kv_heads is None) == (kv_budget is None):
         raise OptionError(
-            "give either --groups, the number of K/V heads per layer, or --kv-budget, the cache to "
-            "keep, which chooses them"
+            "give either --kv-heads, the number of K/V heads per layer, or --kv-budget, the cache "
+            "to keep, which chooses them"
         )
     from gqa_convert.checkpoint.source import open_checkpoint
     from gqa_convert.conversion.estimate import estimate_needs
@@ -175,10 +175,10 @@ def convert(
                 f"the {choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is "
                 f"{choice.reason}"
             )
-        groups = choice.groups
+        kv_heads = choice.groups
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
-        plan, text = plan_conversion(checkpoint, groups, options)
+        plan, text = plan_conversion(checkpoint, kv_heads, options)
         needs = estimate_needs(plan, text)
         caches = caches_at_context(plan)
         printed = plan.summary() | caches | {"estimate": needs.as_json()}
@@ -199,7 +199,7 @@ def convert(
             result = convert_checkpoint(
                 source,
                 out,
-                groups,
+                kv_heads,
                 options,
                 prove=prove,
                 on_plan=stages.plan,

@@ -48,6 +48,6 @@ def demo(
             f"Loss in nats per token over {summary['held_out_tokens']:,} held-out tokens", rows
         )
         say(f"results  {Path(summary['results'][1]['model']).parent}")
-        say("next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run")
+        say("next     gqa-convert convert YOUR-MODEL --kv-heads 8 --dry-run")
     if not summary["passed"]:
         raise typer.Exit(1)

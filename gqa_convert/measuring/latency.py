@@ -175,7 +175,7 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> d
     try:
         return {count: make_plan(checkpoint, count) for count in counts}
     except GroupsError as problem:
-        raise GroupsError(str(problem).replace("--groups", "--candidates")) from None
+        raise GroupsError(str(problem).replace("--kv-heads", "--candidates")) from None
 
 
 def make_models(

@@ -52,7 +52,7 @@ def convert(
         "NO_PROXY": "*",
     }
     command = ["-m", "gqa_convert", "convert", source, *arguments]
-    by_mean_in_json = ["--groups", "4", "--method", "mean", "--json"]
+    by_mean_in_json = ["--kv-heads", "4", "--method", "mean", "--json"]
     result = run_python(
         *command, *by_mean_in_json, environment=dict(os.environ) | settings | env, timeout=600
     )

@@ -72,7 +72,7 @@ def test_convert_leaves_the_link_out_and_names_it(
     case: str, source: Path, outside: Path, tmp_path: Path
 ) -> None:
     names = link(case, source, outside)
-    done = run("convert", source, tmp_path / "out", "--groups", "3", "--method", "mean")
+    done = run("convert", source, tmp_path / "out", "--kv-heads", "3", "--method", "mean")
     assert done.returncode == 0, done.stderr
     assert (
         f"links to folders and links that lead out of the folder are not copied: {names}"

@@ -50,10 +50,11 @@ OTHER_NAMES = {
     "with": "earlier",
     "license": "licence",
     "hash": "hash_weights",
+    "groups": "kv_heads",
     "help": "help",
 }
-"""Parameters whose names differ from their options': words of Python, and shadowed or less clear
-names.
+"""Parameters whose names differ from their options': words of Python, shadowed or less clear
+names, and the other name of `--kv-heads`.
 """
 
 
@@ -78,7 +79,9 @@ def test_a_mistake_points_to_the_help_of_its_command() -> None:
     assert_mistake(run("benchmark", "x", "--repetitions", "low"), "'--repetitions': 'low'", "valid")
     assert_mistake(run("benchmark", "x", "--repetitions", "-1"), "--repetitions", "-1")
     assert_mistake(
-        run("convert", "x", "y", "--groups", "8,a"), "--groups", "'a' is not a whole number above 0"
+        run("convert", "x", "y", "--kv-heads", "8,a"),
+        "--kv-heads",
+        "'a' is not a whole number above 0",
     )
 
 
@@ -102,7 +105,7 @@ def test_a_dry_run_shows_the_cache_at_the_models_context(tmp_path: Path) -> None
 
 def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out folder"
-    result = run("convert", source, out, "--groups", 4, "-m", "mean", "--json")
+    result = run("convert", source, out, "--kv-heads", 4, "-m", "mean", "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert (summary["groups"], summary["out"]) == (4, str(out))
@@ -118,8 +121,8 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stderr
     assert json.loads(verified.stdout)["passed"] is True
 
-    assert_mistake(run("convert", source, out, "--groups", 3), "exists already", "--overwrite")
-    shown = run("convert", source, out, "--groups", 3, "--overwrite", "-m", "mean")
+    assert_mistake(run("convert", source, out, "--kv-heads", 3), "exists already", "--overwrite")
+    shown = run("convert", source, out, "--kv-heads", 3, "--overwrite", "-m", "mean")
     assert f"'{out}'" in shown.stdout  # the next command, ready to paste
     assert (shown.returncode, shown.stderr) == (0, "")
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 3
@@ -132,29 +135,29 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (
-            ("convert", "{source}", "--groups", "5", "--dry-run"),
-            ("--groups 5", "12 K/V heads", "1, 2, 3, 4, 6, 12"),
+            ("convert", "{source}", "--kv-heads", "5", "--dry-run"),
+            ("--kv-heads 5", "12 K/V heads", "1, 2, 3, 4, 6, 12"),
         ),
         (
-            ("convert", "{source}", "--groups", "0", "--dry-run"),
-            ("--groups", "'0' is not a whole number above 0"),
+            ("convert", "{source}", "--kv-heads", "0", "--dry-run"),
+            ("--kv-heads", "'0' is not a whole number above 0"),
         ),
-        (("convert", "{source}", "--dry-run"), ("either --groups", "--kv-budget")),
+        (("convert", "{source}", "--dry-run"), ("either --kv-heads", "--kv-budget")),
         (
-            ("convert", "{source}", "--groups", "3", "--method", "median", "--dry-run"),
+            ("convert", "{source}", "--kv-heads", "3", "--method", "median", "--dry-run"),
             ("median", "mean"),
         ),
         (
-            ("convert", "{source}", "--groups", "3", "--revision", "main", "--dry-run"),
+            ("convert", "{source}", "--kv-heads", "3", "--revision", "main", "--dry-run"),
             ("local folder", "--revision"),
         ),
         (
-            ("convert", "{missing}", "--groups", "3", "--dry-run"),
+            ("convert", "{missing}", "--kv-heads", "3", "--dry-run"),
             ("neither a local folder nor a Hub id",),
         ),
-        (("convert", "{source}/config.json", "--groups", "3", "--dry-run"), ("is a file",)),
-        (("convert", "{source}", "{source}", "--groups", "3"), ("is the source ",)),
-        (("convert", "{source}", "--groups", "3"), ("OUT",)),
+        (("convert", "{source}/config.json", "--kv-heads", "3", "--dry-run"), ("is a file",)),
+        (("convert", "{source}", "{source}", "--kv-heads", "3"), ("is the source ",)),
+        (("convert", "{source}", "--kv-heads", "3"), ("OUT",)),
         (("verify", "{missing}", "--source", "{source}"), ("nowhere",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -181,7 +184,7 @@ def test_a_terminal_sees_a_progress_bar(source: Path, tmp_path: Path) -> None:
         "convert",
         str(source),
         str(tmp_path / "out"),
-        "--groups",
+        "--kv-heads",
         "4",
     ]
     with subprocess.Popen(
@@ -249,7 +252,7 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
         "convert",
         str(write_llama(source)),
         str(tmp_path / "out"),
-        "--groups",
+        "--kv-heads",
         "3",
         str(tmp_path / "pipe"),
     ]
@@ -269,6 +272,6 @@ def test_a_signal_ends_it_with_one_line(tmp_path: Path, number: signal.Signals) 
 
 
 def test_arguments_that_are_no_utf8(source: Path, tmp_path: Path) -> None:
-    result = run("convert", source, tmp_path / os.fsdecode(b"o\xff"), "--groups", "3")
+    result = run("convert", source, tmp_path / os.fsdecode(b"o\xff"), "--kv-heads", "3")
     assert_mistake(result, r"o\udcff", "not UTF-8", "rename")
     assert list(tmp_path.iterdir()) == []

@@ -227,17 +227,17 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_names_are_printed_as_they_are(source: Path, tmp_path: Path) -> None:
-    planned = run("convert", source, "--groups", 4, "--dry-run")
+    planned = run("convert", source, "--kv-heads", 4, "--dry-run")
     assert planned.stdout.startswith(f"{source}: llama, 12 query heads")
     out = tmp_path / "[red]out[/]"
-    converted = run("convert", f"{source}/", f"{out}/", "--groups", 4, "-m", "mean")
+    converted = run("convert", f"{source}/", f"{out}/", "--kv-heads", 4, "-m", "mean")
     assert f"folder               {out}\n" in converted.stdout
     (out / "[red].json").write_text("{}")
     assert (
         "FAIL  copied files           [red].json is not in SOURCE"
         in run("verify", out, "--source", source, "--no-logits").stdout
     )
-    missing = run("convert", tmp_path / "no[/]thing", "--groups", 4, "--dry-run")
+    missing = run("convert", tmp_path / "no[/]thing", "--kv-heads", 4, "--dry-run")
     assert str(tmp_path / "no[/]thing") in missing.stderr
 
 
@@ -245,7 +245,7 @@ def shell(words: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     """A command of the shell in which `plan` stands for this program's, with pipes whose first
     failure counts.
     """
-    plan = f'"{sys.executable}" -m gqa_convert convert "$1" --groups 4 --dry-run'
+    plan = f'"{sys.executable}" -m gqa_convert convert "$1" --kv-heads 4 --dry-run'
     command = f"plan() {{ {plan}; }}; set -o pipefail; {words}"
     return subprocess.run(
         ["bash", "-c", command, "bash", *map(str, arguments)],

@@ -24,7 +24,7 @@ from tests.helpers.tiny import make_checkpoint
 def test_a_file_of_numbers(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     numbers.write_text("12\n4\n3\n\n6\n12")
-    shown = run("convert", MODEL, "--groups", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
+    shown = run("convert", MODEL, "--kv-heads", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
     assert json.loads(shown.stdout)["groups"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
     assert group_counts("4") == 4
     numbers.write_text("[12, 4, 3, 1]")
@@ -156,7 +156,7 @@ def test_plan_says_it() -> None:
         "--kl-steps",
         "0",
     )
-    shown = run("convert", MODEL, "--groups", "2", *options, "--dry-run")
+    shown = run("convert", MODEL, "--kv-heads", "2", *options, "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^method: +fit on 4,096 tokens$", shown.stdout, re.MULTILINE)
     memory = r"about [\d.]+ MB of memory on cpu \(at least [\d.]+ MB, with 11.2 MB in /\S*\)"
@@ -167,7 +167,7 @@ def test_plan_says_it() -> None:
     assert re.search(
         r"^method: .*, then up to 200 steps on all layers together$", runs.stdout, re.MULTILINE
     )
-    as_json = json.loads(run("convert", MODEL, "--groups", "2", "--json", "--dry-run").stdout)
+    as_json = json.loads(run("convert", MODEL, "--kv-heads", "2", "--json", "--dry-run").stdout)
     assert as_json["estimate"]["work"] == "factor on 4,096 tokens"
     fields = {"work", "memory_bytes", "disk_bytes", "tokens", "device"}
     fields |= {"least_memory_bytes", "offloaded_bytes", "left_out", "hours"}

@@ -64,7 +64,7 @@ def test_help_imports_the_options_alone() -> None:
 def test_a_dry_run_imports_no_library_of_models() -> None:
     """Not for the estimate of what `factor` on text needs either."""
     model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
-    dry_run = ("convert", str(model), "--groups", "3", "--dry-run")
+    dry_run = ("convert", str(model), "--kv-heads", "3", "--dry-run")
     found = libraries(loaded_after(RUN, *dry_run, "--device", "cpu"))
     assert {"numpy", "tokenizers", "rich"} <= found
     assert not found & {
@@ -86,7 +86,7 @@ def test_a_dry_run_imports_no_library_of_models() -> None:
 def test_merging_by_the_mean_imports_no_torch(tmp_path: Path) -> None:
     model = Path(gqa_convert.__file__).parent / "demo_checkpoint"
     found = loaded_after(
-        RUN, "convert", str(model), str(tmp_path / "out"), "--groups", "3", "--method", "mean"
+        RUN, "convert", str(model), str(tmp_path / "out"), "--kv-heads", "3", "--method", "mean"
     )
     assert (tmp_path / "out" / "config.json").is_file()
     assert not libraries(found) & {"torch", "transformers", "tokenizers", "huggingface_hub"}

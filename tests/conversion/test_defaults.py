@@ -60,7 +60,7 @@ def test_without_a_tokenizer_heads_are_averaged_and_the_user_learns_why(
     (source / "tokenizer.json").unlink()
     if tokenizer:
         (source / "tokenizer.json").write_text(tokenizer)
-    result = run("convert", source, tmp_path / "out", "--groups", str(GROUPS), "--json")
+    result = run("convert", source, tmp_path / "out", "--kv-heads", str(GROUPS), "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["method"] == "mean"

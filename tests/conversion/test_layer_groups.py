@@ -98,11 +98,11 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     assert verify_checkpoint(tmp_path / "again", factored).passed
     assert make_plan(open_checkpoint(factored), 1).config["multi_query_group_num"] == [1, 1, 1, 1]
     assert make_plan(open_checkpoint(factored), 1).config["model_type"] == MODEL_TYPE
-    shown = run("convert", factored, "--groups", "1", "-m", "mean", "--dry-run").stdout
+    shown = run("convert", factored, "--kv-heads", "1", "-m", "mean", "--dry-run").stdout
     assert "12 query heads, 1 to 12 -> 1 K/V heads in 4 attention layers" in shown
     with pytest.raises(
         GroupsError,
-        match=r"--groups 2 does not fit .* 3 K/V heads .* in layer 2: choose one of 1, 3$",
+        match=r"--kv-heads 2 does not fit .* 3 K/V heads .* in layer 2: choose one of 1, 3$",
     ):
         make_plan(open_checkpoint(factored), 2)
 
@@ -111,16 +111,16 @@ def test_a_result_is_a_source_again(factored: Path, tmp_path: Path) -> None:
     ("listed", "words"),
     [
         ("12,4,3", ("lists 3 numbers", "4 attention layers")),
-        ("12,5,3,1", ("--groups 5", "in layer 1", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
-        ("12,24,3,1", ("--groups 24", "in layer 1")),
-        ("12,,3,1", ("--groups", "''", "is not a whole number above 0")),
+        ("12,5,3,1", ("--kv-heads 5", "in layer 1", "12 K/V heads", "1, 2, 3, 4, 6, 12")),
+        ("12,24,3,1", ("--kv-heads 24", "in layer 1")),
+        ("12,,3,1", ("--kv-heads", "''", "is not a whole number above 0")),
     ],
 )
 def test_a_bad_list_writes_nothing(
     listed: str, words: tuple[str, ...], source: Path, tmp_path: Path
 ) -> None:
     assert_mistake(
-        run("convert", source, tmp_path / "out", "--groups", listed, "-m", "mean"), *words
+        run("convert", source, tmp_path / "out", "--kv-heads", listed, "-m", "mean"), *words
     )
     assert list(tmp_path.iterdir()) == []
 

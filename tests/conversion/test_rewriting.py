@@ -283,14 +283,14 @@ def test_a_fit_that_was_interrupted_goes_on(
 
 def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_path: Path) -> None:
     source, out = build("neox").save(tmp_path / "source"), tmp_path / "out"
-    dry = run("convert", source, "--groups", 3, "--dry-run", "--json")
+    dry = run("convert", source, "--kv-heads", 3, "--dry-run", "--json")
     planned = json.loads(dry.stdout)
     assert (planned["rewritten_from"], planned["model_type"]) == ("gpt_neox", "phi")
     shown = run(
-        "convert", source, "--groups", 3, "--dry-run", "-m", "fit", "--calibration", __file__
+        "convert", source, "--kv-heads", 3, "--dry-run", "-m", "fit", "--calibration", __file__
     )
     assert "gpt_neox as phi" in shown.stdout, shown.stderr
-    made = run("convert", source, out, "--groups", 3, "-m", "mean", "--json")
+    made = run("convert", source, out, "--kv-heads", 3, "-m", "mean", "--json")
     assert made.returncode == 0, made.stderr
     summary = json.loads(made.stdout)
     assert "a gpt_neox, is rewritten as a phi" in summary["warnings"][0]
@@ -299,7 +299,7 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     assert verified.returncode == 0, verified.stdout
     assert json.loads(verified.stdout)["source"] == str(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    refused = run("convert", source, tmp_path / "new", "--groups", 5)
+    refused = run("convert", source, tmp_path / "new", "--kv-heads", 5)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--groups 5" in refused.stderr
+    assert "--kv-heads 5" in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -58,8 +58,8 @@ def test_a_follower_that_dies_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "options", "message"),
     [
-        (2, ("--groups", "5"), "--groups 5 does not fit"),
-        (2, ("--groups", "3", "--calibration", "no-such-file.txt"), "no-such-file.txt"),
+        (2, ("--kv-heads", "5"), "--kv-heads 5 does not fit"),
+        (2, ("--kv-heads", "3", "--calibration", "no-such-file.txt"), "no-such-file.txt"),
         (
             3,
             (*OPTIONS, "--calibration-tokens", "16", "--calibration-length", "16"),
@@ -77,7 +77,7 @@ def test_a_mistake_is_told_once(
 
 
 def test_methods_without_text_run_on_the_first(tmp_path: Path) -> None:
-    job = start(tmp_path / "out", 2, "--groups", "3", "--method", "mean")
+    job = start(tmp_path / "out", 2, "--kv-heads", "3", "--method", "mean")
     assert job.wait(120) == [0, 0], job.text()
     assert (tmp_path / "out" / "config.json").is_file()
 

@@ -107,5 +107,5 @@ def test_the_table_of_the_demo(
     ]
     assert shown[-2:] == [
         "results  out",
-        "next     gqa-convert convert YOUR-MODEL --groups 8 --dry-run",
+        "next     gqa-convert convert YOUR-MODEL --kv-heads 8 --dry-run",
     ]

@@ -12,7 +12,7 @@ from tests.helpers.ranks import Job, convert
 SOURCE = Path(gqa_convert.__file__).parent / "demo_checkpoint"
 OPTIONS = (
     *(
-        "--groups",
+        "--kv-heads",
         "3",
         "--calibration",
         "python-stdlib",

@@ -31,7 +31,7 @@ from gqa_convert.verify import verify_checkpoint
 from tests.helpers.checkpoints import HEADS, WIDTH, digests, write_llama
 
 REPO = "me/gqa-3"
-COMMAND = ["gqa-convert", "convert", "org/model", "out folder", "--groups", "3"]
+COMMAND = ["gqa-convert", "convert", "org/model", "out folder", "--kv-heads", "3"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -152,7 +152,7 @@ def test_a_native_one(out: Path) -> None:
             "**Conversion** from 12 K/V heads per layer to 3, method `mean`: "
             "the K/V heads of a group were replaced by their mean"
         ),
-        "gqa-convert convert org/model 'out folder' --groups 3",
+        "gqa-convert convert org/model 'out folder' --kv-heads 3",
         (
             "within one method only: "
             f"{sum(errors) / 4:.4g} in the mean over 4 tensors, {max(errors):.4g} at most."

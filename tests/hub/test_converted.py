@@ -47,7 +47,7 @@ def test_a_value(value: str, shown: str) -> None:
             "data=... t.txt', weight: 2}, b.txt]",
         ),
         ("learning_rate=1e-4", "learning_rate=1e-4"),
-        ("--groups", "--groups"),
+        ("--kv-heads", "--kv-heads"),
     ],
 )
 def test_an_argument(word: str, shown: str) -> None:

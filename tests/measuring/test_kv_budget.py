@@ -164,7 +164,7 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
         assert list(map(int, layer["kl"])) == [1, 2, 3, 4, 6]
         assert (layer["kl"]["3"] < 1e-5) == (number in FREE)
         assert layer["kl"]["1"] > 1e-3
-    assert "chosen is --groups 12,3,12,3, 1,920 bytes (62.5%)" in notes
+    assert "chosen is --kv-heads 12,3,12,3, 1,920 bytes (62.5%)" in notes
     assert "least sum of divergences 0.0000" in notes
     assert failed(verify_checkpoint(out, source)) == {}
     assert {path.name for path in out.parent.iterdir()} == {"source", "out", "text.txt"}, (
@@ -266,7 +266,7 @@ def test_a_type_that_takes_one_number_is_not_told_of_options_that_were_not_given
     folder = make_source(model_type, tmp_path / "source")
     words = (
         rf"^--kv-budget chooses .* since all layers of a {model_type} have one number: "
-        r"state one with --groups$"
+        r"state one with --kv-heads$"
     )
     with pytest.raises(GroupsError, match=words):
         choose_num_kv_heads(folder, SHARE, ConversionOptions())

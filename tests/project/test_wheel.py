@@ -196,7 +196,7 @@ def test_it_converts_the_model_that_it_carries(core_alone: dict[str, str]) -> No
         "convert",
         source,
         "out",
-        "--groups",
+        "--kv-heads",
         "3",
         "--method",
         "mean",

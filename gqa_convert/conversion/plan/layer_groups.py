@@ -41,11 +41,12 @@ def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[s
     counts = [groups] * len(layers) if isinstance(groups, int) else groups
     if not is_one_number and not family.layerwise:
         raise GroupsError(
-            f"--groups: all layers of a {family.model_type} have one number of K/V heads: give one"
+            f"--kv-heads: all layers of a {family.model_type} have one number of K/V heads: "
+            "give one"
         )
     if len(counts) != len(layers):
         raise GroupsError(
-            f"--groups lists {len(counts)} numbers for the {len(layers)} attention layers of "
+            f"--kv-heads lists {len(counts)} numbers for the {len(layers)} attention layers of "
             f"{finder.where.removesuffix('/config.json')}: list one for each layer"
         )
     for layer, count in zip(layers, counts, strict=True):
@@ -69,7 +70,7 @@ def _check_fits(family: Family, layer: AttentionLayer, count: int, *, may_repeat
         choices += f"; or, to repeat heads for tensor parallelism, {', '.join(map(str, more))}"
     if count not in (*fewer, *more):
         raise GroupsError(
-            f"--groups {count} does not fit this {family.model_type} checkpoint with "
+            f"--kv-heads {count} does not fit this {family.model_type} checkpoint with "
             f"{layer.kv_heads} K/V heads and {layer.heads} query heads in layer {layer.number}: "
             f"choose one of {choices}"
         )
@@ -79,13 +80,13 @@ def _check_may_differ(finder: AttentionFinder) -> None:
     """Refuse a checkpoint whose layers can't have numbers of their own."""
     if finder.unused_layers:
         raise GroupsError(
-            "--groups: the layers of this checkpoint can't differ in their number of K/V heads, "
+            "--kv-heads: the layers of this checkpoint can't differ in their number of K/V heads, "
             f"since it holds {finder.unused_layers[0].module}, which is none of the layers that "
             "config.json states: give one number for all layers, or remove its tensors"
         )
     reason = find_form(finder.family, finder.config)
     if isinstance(reason, str):
         raise GroupsError(
-            f"--groups: the layers of this {finder.family.model_type} can't differ in their number "
-            f"of K/V heads, since {reason}; give one number for all layers"
+            f"--kv-heads: the layers of this {finder.family.model_type} can't differ in their "
+            f"number of K/V heads, since {reason}; give one number for all layers"
         )

@@ -131,14 +131,14 @@ def _plan(
     if isinstance(form, str):
         raise GroupsError(
             "--kv-budget chooses a number of K/V heads for each layer, which this checkpoint can't "
-            f"have, since {form}: state one with --groups"
+            f"have, since {form}: state one with --kv-heads"
         )
     differing = [1, *(layer.kv_heads for layer in plan.layers[1:])]
     conversion, _ = plan_conversion(checkpoint, differing, options)
     limit = budget.limit(plan.kv_cache_bytes().before, plan.kv_cache_bytes().after)
     if reason := why_no_text(checkpoint):
         raise OptionError(
-            f"--kv-budget runs the source on text, and {reason}: state the numbers with --groups"
+            f"--kv-budget runs the source on text, and {reason}: state the numbers with --kv-heads"
         )
     return plan, limit, conversion.merge_method.trains
 

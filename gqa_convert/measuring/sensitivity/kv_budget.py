@@ -124,7 +124,7 @@ class BudgetChoice(Result):
             kl = "not finite" if each.kl is None else f"{each.kl:.4f}"
             compared.append(f"{each.rule} {kl}")
         return (
-            f"--groups {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes "
+            f"--kv-heads {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes "
             f"({share:.1%}); KL divergence from the source in nats per token on "
             f"{self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: "
             + ", ".join(compared)
@@ -132,7 +132,7 @@ class BudgetChoice(Result):
 
 
 def numbers_text(groups: int | list[int]) -> str:
-    """Numbers of K/V heads as `--groups` takes them."""
+    """Numbers of K/V heads as `--kv-heads` takes them."""
     return str(groups).strip("[]").replace(" ", "")
 
 
