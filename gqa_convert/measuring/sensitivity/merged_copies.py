@@ -7,12 +7,12 @@ memory at a time: each copy receives them as it enters the layer.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from torch.nn.functional import cross_entropy, pad
 
 from gqa_convert.conversion.calibration.streams import VALIDATED, Batch, hold_out, tokens_of
 from gqa_convert.conversion.layers.attention_calls import MASSIVE, CapturedAttention, beginnings
@@ -47,10 +47,6 @@ Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Iterator[Ten
 the source with its calls on the text, and the numbers, it yields the tensors for each number.
 """
 Batches = Sequence[Batch]
-Blocks = list[tuple[float, int, float, int]]
-"""Of each block of text: the sum of losses, of how many predicted tokens, the sum of divergences
-from the source, and of how many tokens.
-"""
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the
 source's.
@@ -128,21 +124,24 @@ def load_inputs(
     device = chosen_device(text.device)
     halves = store is not None and holds_halves(plan, device)
     model = open_model(plan.checkpoint.local_folder, device=device, halves=halves)
-    merge: Merging = merge_by_closed_form
-    precision: Precision = nullcontext
-    validation: list[Batch] = []
-    if store is not None:
-        precision = precision_of(plan, running_device(model))
-        before, validation = hold_out(before, VALIDATED)
-        options = FitOptions(
-            method=CALIBRATED_DEFAULT,
-            steps=min(steps_per_layer(text), SHORT_STEPS),
-            seed=text.seed,
-            validation=min(1, len(validation)),
-            precision=precision,
+    if store is None:
+        merged_on = [*before, *beginnings(before, batches)]
+        return SensitivityInputs(
+            plan, model, merged_on, held_out, merge_by_closed_form, nullcontext
         )
-        merge = partial(merge_by_short_fits, store, options)
+    precision = precision_of(plan, running_device(model))
+    before, validation = hold_out(before, VALIDATED)
     merged_on = [*before, *beginnings(before, batches), *validation]
+    # the last batch is validation text, unless there is too little
+    merged_on[_SHORT_BATCHES - 1 : -1] = []
+    options = FitOptions(
+        method=CALIBRATED_DEFAULT,
+        steps=min(steps_per_layer(text), SHORT_STEPS),
+        seed=text.seed,
+        validation=min(1, len(validation)),
+        precision=precision,
+    )
+    merge = partial(merge_by_short_fits, store, options)
     return SensitivityInputs(plan, model, merged_on, held_out, merge, precision)
 
 
@@ -150,6 +149,7 @@ def merge_by_closed_form(
     layer: SourceLayer, attention: CapturedAttention, candidates: Sequence[int]
 ) -> Iterator[Tensors]:
     """Merge as method `factor` does; see `Merging`."""
+    check_holds(attention.module, layer)
     moments = moments_of(attention.calls)
     heads = heads_on(layer, attention.calls[0].hidden.device)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
@@ -165,25 +165,13 @@ def merge_by_short_fits(
     attention: CapturedAttention,
     candidates: Sequence[int],
 ) -> Iterator[Tensors]:
-    """Merge as `fit` does, on less text and in fewer steps; see `Merging`. Each layer is fitted
-    once for each number of K/V heads.
-
-    Args:
-        store: keeps the fitted layers.
-        options: of the fit, with at most `SHORT_STEPS` gradient steps.
-        layer: the source's.
-        attention: its module, with its calls.
-        candidates: the numbers of K/V heads.
+    """Merge as `fit` does, in fewer steps; see `Merging`. Each layer is fitted once for each number
+    of K/V heads, and kept in the store.
     """
-    calls = attention.calls
-    if len(calls) > _SHORT_BATCHES:
-        # the last one is validation text
-        calls = [*calls[: _SHORT_BATCHES - 1], calls[-1]]
-    few = replace(attention, calls=calls, batches=len(calls))
     for groups in candidates:
         key = f"{layer_key(layer.layout.layer.number)}-{groups}"
         if store.record(key) is None:
-            tensors, record = OneLayer(few, layer, groups, options).fit()
+            tensors, record = OneLayer(attention, layer, groups, options).fit()
             store.write(key, tensors, asdict(record))
         yield store.read(key)
 
@@ -209,24 +197,16 @@ def score_copies(
         return scores + score_copies(inputs, copies[MOST_COPIES:], held_out, progress)[1:]
     copies = [{}, *copies]
     layouts = layouts_of(inputs.plan)
-    walk = partial(
-        LayerWalk,
-        inputs.model,
-        names=list(layouts),
-        projection=inputs.plan.family.output,
-        precision=inputs.precision,
-    )
-    on_text = walk(inputs.text)
-    on_held_out = walk(held_out)
+    described = [*layouts], inputs.plan.family.output, inputs.precision
+    on_text = LayerWalk(inputs.model, inputs.text, *described)
+    on_held_out = LayerWalk(inputs.model, held_out, *described)
     (text,) = on_text.streams(1)
     streams = on_held_out.streams(len(copies))
-    source = streams[0]
-    done = 0
     # at the first position behind each layer of the last stack, of the source and its copies, where
     # there is a sink
     lengths: list[list[float]] = []
     with open_layers(inputs.plan) as read_layer:
-        for layer in on_text.layers:
+        for number, layer in enumerate(on_text.layers, 1):
             # merge the layer into every number that a copy has
             merged: dict[tuple[str, int], Installing] = {}
             for name in layer.attention:
@@ -234,49 +214,51 @@ def score_copies(
                 if candidates:
                     opened = read_layer(layouts[name])
                     attention = text.attention(layer, name)
-                    check_holds(attention.module, opened)
                     found = inputs.merge(opened, attention, candidates)
                     for groups, tensors in zip(candidates, found, strict=True):
                         module = MergedAttention(opened.layout, tensors, groups, attention.module)
-                        merged[name, groups] = partial(module.installed, module.tensors)
-                done += 1
-                progress(done, len(layouts))
+                        merged[name, groups] = module.installed
 
             # the source and its copies pass it
             text.advance(layer)
             for stream, copy in zip(streams, copies, strict=True):
                 own = {name: merged[name, copy[name]] for name in layer.attention if name in copy}
                 stream.advance(layer, own)
-            first, others = source.norms(layer.stack)
+            first, others = streams[0].norms(layer.stack)
             if layer.stack == on_held_out.stacks[-1] and first > MASSIVE * others:
                 lengths.append([stream.norms(layer.stack)[0] for stream in streams])
+            progress(number, len(on_text.layers))
 
     # behind the layer where the source's sink is longest
     longest = max(lengths, default=[])
     scores = []
-    for number, blocks in enumerate(_sums_of_blocks(streams, held_out)):
-        loss, predicted, divergence, tokens = np.array(blocks).T
+    for number, sums in enumerate(_sums_of_blocks(streams, held_out)):
+        loss, predicted, divergence, tokens = np.array(sums).T
         sink = longest[number] / longest[0] if longest else None
         kl = mean(divergence, tokens)
         scores.append(Score(mean(loss, predicted), kl, int(predicted.sum()), sink))
     return scores
 
 
-def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[Blocks]:
-    """The sums over each block of text, of each stream; the first stream is the source."""
-    sums: list[Blocks] = [[] for _ in streams]
+def _sums_of_blocks(
+    streams: Sequence[Stream], held_out: Batches
+) -> list[list[tuple[float, int, float, int]]]:
+    """Of each stream, of which the first is the source, and of each block of text: the sum of
+    losses, of how many predicted tokens, the sum of divergences from the source, and of how many
+    tokens.
+    """
+    found: list[list[tuple[float, int, float, int]]] = [[] for _ in streams]
     for number, batch in enumerate(held_out):
         source = streams[0].logits(number)
         targets = batch.get("labels")
         if targets is None:
-            targets = torch.nn.functional.pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
+            targets = pad(tokens_of(batch)[:, 1:], (0, 1), value=IGNORED)
         targets = targets.to(source.device)
-        for blocks, stream in zip(sums, streams, strict=True):
+        for sums, stream in zip(found, streams, strict=True):
             for ours, theirs, labels in zip(stream.logits(number), source, targets, strict=True):
-                losses = torch.nn.functional.cross_entropy(ours.float(), labels, reduction="none")
-                divergence = summed_divergence(ours[None].float(), theirs[None].float())
+                losses = cross_entropy(ours.float(), labels, reduction="none").double()
                 # rounding can make the divergence of an equal copy slightly negative
-                kl = float(divergence.clamp(min=0))
-                loss = float(losses.double().sum())
-                blocks.append((loss, int((labels != IGNORED).sum()), kl, len(labels)))
-    return sums
+                kl = summed_divergence(ours, theirs).clamp(min=0)
+                predicted = int((labels != IGNORED).sum())
+                sums.append((float(losses.sum()), predicted, float(kl), len(labels)))
+    return found
