@@ -1,7 +1,7 @@
 """Loads checkpoints with transformers, only from the disk and without transformers' progress bars.
 
-Code from a checkpoint never runs unless the caller asks for it. Results with a modelling file of
-this package load through the package's own copy.
+Code from a checkpoint never runs. Results with a modelling file of this package load through the
+package's own copy.
 """
 
 import inspect
@@ -266,16 +266,12 @@ def _register(config: Config) -> None:
         register_modeling(config["model_type"])
 
 
-def load_model(
-    folder: Path, dtype: Any, *, run_code: bool = False, **options: Any
-) -> tuple[Any, list[str]]:
+def load_model(folder: Path, dtype: Any, **options: Any) -> tuple[Any, list[str]]:
     """Load any model with logits on the CPU, in evaluation mode; encoder-decoder models too.
 
     Args:
         folder: a local checkpoint.
         dtype: a torch type, or "auto" for the type that the checkpoint has.
-        run_code: whether to execute the checkpoint's modelling file, as users without this package
-            do; only for files that are known.
         options: further options of `from_pretrained`.
 
     Returns:
@@ -289,13 +285,12 @@ def load_model(
 
     config = read_config(folder)
     check_per_layer_config(config, f"{folder}/config.json")
-    if not run_code:
-        _register(config)
+    _register(config)
     with no_bars(), no_warnings():  # missing tensors are returned instead of reported
         model, info = getattr(transformers, auto_class(config)).from_pretrained(
             folder,
             dtype=dtype,
-            trust_remote_code=run_code,
+            trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,

@@ -1,13 +1,11 @@
 """What both models run on: their logits, decoding steps on a cache, and the shapes of the cache."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.errors import first_line
 from gqa_convert.families.loading import cache_name, encoder_shape
@@ -24,11 +22,21 @@ _ROWS = 3
 _LENGTH = 32
 _ENCODER_LENGTH = 24
 
-Shape = tuple[int, ...]
-Caches = dict[str, list[tuple[Shape, Shape]]]
-"""By kind of attention, `self` and `cross`: the shapes [batch, heads, tokens, width] of keys and of
-values, by layer that keeps them.
-"""
+
+class CachedLayer(NamedTuple):
+    """What a layer keeps.
+
+    Attributes:
+        heads: of keys and of values.
+        sizes: the shapes [batch, tokens, width] of one head of each.
+    """
+
+    heads: tuple[int, int]
+    sizes: tuple[torch.Size, torch.Size]
+
+
+Caches = dict[str, list[CachedLayer]]
+"""By kind of attention, `self` and `cross`: the layers that keep keys and values."""
 
 
 class Run(NamedTuple):
@@ -51,8 +59,8 @@ class Probe:
     """Rows of random tokens, and an encoder's input where there is one.
 
     Args:
-        model: a loaded model. An encoder-decoder model gets random tokens or audio for its encoder
-            too.
+        model: a loaded model. An encoder-decoder model gets random tokens, audio or pictures for
+            its encoder too.
         cross: whether the model has cross-attention. A decoder without its encoder then gets random
             encoder states.
     """
@@ -67,19 +75,19 @@ class Probe:
         self.tolerance = TOLERANCE if self._exact else HALF_TOLERANCE
         # the inputs besides the decoder's tokens
         self._memory: dict[str, Any] = {}
-        if self._pairs and model.main_input_name == "input_ids":
-            self._memory["input_ids"] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
-        elif self._pairs and model.main_input_name == "input_features":
+        name = model.main_input_name
+        if self._pairs and name == "input_ids":
+            self._memory[name] = self._tokens(config, _ENCODER_LENGTH, config.vocab_size)
+        elif self._pairs:
             shape = encoder_shape(model.config, 4 * _ENCODER_LENGTH)
-            self._memory["input_features"] = self._noise(model, *shape)
-        elif self._pairs or cross:
-            encoder = model.get_encoder().config if self._pairs else config
-            states = self._noise(model, _ENCODER_LENGTH, encoder.hidden_size)
+            self._memory[name] = self._noise(model, *shape)
+        elif cross:
+            states = self._noise(model, _ENCODER_LENGTH, config.hidden_size)
             known = inspect.signature(model.forward).parameters
             if "encoder_hidden_states" in known:
                 self._memory["encoder_hidden_states"] = states
             elif "encoder_outputs" in known:
-                self._memory["encoder_outputs"] = BaseModelOutput(states)
+                self._memory["encoder_outputs"] = (states,)
 
     def _tokens(self, config: Any, length: int, vocabulary: int) -> Tensor:
         """Random ids [rows, length] without the padding token, by which some models count
@@ -109,36 +117,31 @@ class Probe:
         return self._forward(model, self._ids, self._memory, use_cache=False)[0]
 
     def difference(self, ours: Tensor, theirs: Tensor) -> float:
-        """The distance of two outputs, relative to the standard deviation of the second; infinite
-        if it is not finite.
-        """
-        if ours.shape != theirs.shape:
-            return math.inf
+        """The distance of two outputs, relative to the standard deviation of the second."""
         gap = ours - theirs
         distance = gap.abs().max() if self._exact else gap.square().mean().sqrt()
-        return float((distance / theirs.std().clamp(min=1e-30)).nan_to_num(math.inf))
+        return float(distance / theirs.std().clamp(min=1e-30))
 
     def _decode(self, model: Any, caches: Caches) -> Tensor:
         """The outputs [rows, STEPS, n] of decoding steps on the cache of a prefill, whose shapes
         are noted in `caches`.
         """
-        from transformers import DynamicCache, EncoderDecoderCache
+        from transformers import DynamicCache
 
-        prompt, *steps = self._ids.split([self._ids.shape[1] - STEPS, *[1] * STEPS], dim=1)
-        memory, name = self._memory, cache_name(model)
-        if self._pairs and "encoder_outputs" not in memory:  # it runs once, as in generation
+        prompt, last = self._ids[:, :-STEPS], self._ids[:, -STEPS:]
+        memory = self._memory
+        if self._pairs:  # the encoder runs once, as in generation
             memory = {"encoder_outputs": model.get_encoder()(**memory)}
         _, cache = self._forward(model, prompt, memory, use_cache=True)
-        if cache is None:  # some models only fill a cache passed to them
+        name = cache_name(model)
+        if cache is None:  # RecurrentGemma only fills a cache passed to it
             cache = DynamicCache(config=model.config)
-            if memory:
-                cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
             self._forward(model, prompt, memory, use_cache=True, **{name: cache})
-        caches["self"] = _shapes(getattr(cache, "self_attention_cache", cache))
+        caches["self"] = _layers(getattr(cache, "self_attention_cache", cache))
         if hasattr(cache, "cross_attention_cache"):
-            caches["cross"] = _shapes(cache.cross_attention_cache)
+            caches["cross"] = _layers(cache.cross_attention_cache)
         outputs = []
-        for step in steps:
+        for step in last.split(1, dim=1):
             found, _ = self._forward(model, step, memory, use_cache=True, **{name: cache})
             outputs.append(found)
         return torch.cat(outputs, dim=1)
@@ -160,13 +163,14 @@ def _attempt(compute: Callable[..., Tensor], *args: Any) -> Tensor | str:
         return first_line(problem)
 
 
-def _shapes(cache: Any) -> list[tuple[Shape, Shape]]:
-    """The shapes of keys and values in every layer that keeps them. Other layers (recurrence,
-    convolution) have no keys or an empty tensor.
+def _layers(cache: Any) -> list[CachedLayer]:
+    """Every layer that keeps keys and values. Other layers (recurrence, convolution) have no keys
+    or an empty tensor.
     """
     found = []
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if keys is not None and keys.dim() == 4 and keys.numel():
-            found.append((tuple(keys.shape), tuple(layer.values.shape)))
+            heads = keys.shape[1], layer.values.shape[1]
+            found.append(CachedLayer(heads, (keys[:, 0].shape, layer.values[:, 0].shape)))
     return found

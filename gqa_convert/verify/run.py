@@ -60,17 +60,14 @@ def verify_checkpoint(
                 report.check("spans", check_spans, result)
             report.check("config", check_config, result)
             report.check("provenance", check_provenance, result)
-        # of a damaged OUT, nothing is run
+            if result.modeling:
+                report.check("modelling file", check_modelling_file, inputs, result.modeling)
         modeling = result.modeling if result else inputs.modeling
-        runnable = result
-        if result and modeling:
-            is_ours = report.check("modelling file", check_modelling_file, inputs, modeling)
-            runnable = result if is_ours else None
         report.check("copied files", check_copied, inputs, modeling)
         if inputs.claims:
             report.check("hashes", check_hashes, inputs, result)
-        if logits:
-            check_models(report, inputs, runnable, progress)
+        if result and logits:
+            check_models(report, result, progress)
         return report
 
 
