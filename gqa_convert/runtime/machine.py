@@ -50,14 +50,16 @@ def usable_cores() -> int:
 
 
 def multiplies_bfloat16(device: Any) -> bool:
-    """Whether a torch device has instructions for products of bfloat16, which are slow without
-    them.
+    """Whether a torch device multiplies matrices faster in bfloat16 than in float32. Of x86
+    processors, those without AMX take two to three times as long, even with instructions for it.
     """
     stated = _stated("bfloat16")
     if stated is not None:
         return bool(stated)
     import torch
 
+    if device.type == "cpu" and torch.cpu._is_avx2_supported():
+        return bool(torch.cpu._is_amx_tile_supported())
     if device.type == "cpu":
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -4,8 +4,10 @@ too often, and switches of a launcher that have no effect.
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from gqa_convert.data.samples import Samples
+from gqa_convert.runtime.machine import multiplies_bfloat16
 from gqa_convert.training.recipe import Recipe
 
 OFTEN = 4
@@ -14,8 +16,11 @@ al. 2023, section 5).
 """
 
 
-def notes(recipe: Recipe, samples: Samples, processes: int) -> Iterator[str]:
+def notes(recipe: Recipe, samples: Samples, processes: int, device: Any) -> Iterator[str]:
     """Whole sentences, of which most runs have none."""
+    # arithmetic
+    if recipe.precision == "bf16" and not multiplies_bfloat16(device):
+        yield "this processor is slower in bfloat16 than in float32: precision=no takes less time"
     # processes without work
     size = recipe.micro_batch_size
     per_step = recipe.samples_per_step(samples.tokens_per_sample)

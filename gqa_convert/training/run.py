@@ -86,6 +86,8 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
             check_destination(folder.model, None, overwrite=True)
 
         opened = open_inputs(recipe, progress, folder, caller.on_tokenize, say)
+        for note in notes(recipe, opened.samples, started(), device):
+            say(f"note: {note}")
         trainer = load_trainer(recipe, opened, progress, device, shards)
         by_first(lambda: folder.begin(recipe, opened.dataset_commits, progress.step))
         # the losses relative to which recovery is stated
@@ -182,8 +184,6 @@ def open_inputs(
                     "another output"
                 )
         fix_schedule(recipe, earlier, progress, opened.samples.tokens_per_sample)
-    for note in notes(recipe, opened.samples, started()):
-        say(f"note: {note}")
     progress.recipe = opened.recipe.resolved()
     progress.inputs = opened.inputs
     return opened

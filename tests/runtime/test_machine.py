@@ -1,4 +1,4 @@
-"""How much memory a process may use."""
+"""How much memory a process may use, and what is fast."""
 
 from pathlib import Path
 
@@ -47,3 +47,22 @@ def test_limits_of_control_groups_count(
     monkeypatch.setattr(machine, "PROC", tmp_path)
     monkeypatch.setattr(machine, "_GROUPS", tmp_path / "groups")
     assert machine.available_memory(CPU) == free
+
+
+@pytest.mark.parametrize(
+    ("avx2", "amx", "supported", "fast"),
+    [
+        (True, True, True, True),
+        (True, False, True, False),  # AVX-512, whose products of bfloat16 are slow
+        (True, False, False, False),
+        (False, False, True, True),  # an Arm
+        (False, False, False, False),
+    ],
+)
+def test_a_processor_is_faster_in_bfloat16_with_the_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, avx2: bool, amx: bool, supported: bool, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: avx2)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert machine.multiplies_bfloat16(CPU) == fast

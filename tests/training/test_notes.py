@@ -36,6 +36,18 @@ def test_fillers_are_the_processes_with_a_batch_of_ignored_labels(
         assert fillers(samples, processes, size) == found
 
 
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_a_processor_that_is_slow_in_bfloat16_is_named(
+    tmp_path: Path, fast_bfloat16: bool, precision: str
+) -> None:
+    with student_home(tmp_path) as home:
+        path = recipe(home, tmp_path / "run", data=str(home / "text.txt"))
+        said: list[str] = []
+        uptrain_checkpoint(path, ["tokens=64", f"precision={precision}"], on_message=said.append)
+    found = [line for line in said if "is slower in bfloat16" in line]
+    assert len(found) == (precision == "bf16" and not fast_bfloat16)
+
+
 def test_text_that_repeats_and_switches_of_a_launcher_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
