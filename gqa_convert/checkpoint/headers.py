@@ -53,15 +53,14 @@ class TensorEntry:
 
 
 def header_bytes(first_bytes: bytes, file_size: int) -> int:
-    """How many bytes to read of a file for its length field and its header; no header where that
-    would be too long.
+    """How many bytes to read of a file for its length field and its header, as far as it may go.
 
     Args:
         first_bytes: the first 8 of the file.
         file_size: in bytes.
     """
     length = int.from_bytes(first_bytes, "little")
-    return min(LENGTH_BYTES + length, file_size) if length <= MAX_HEADER_BYTES else LENGTH_BYTES
+    return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
 
 
 def parse_header(

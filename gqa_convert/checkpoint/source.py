@@ -147,18 +147,16 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(
-    source: str | Path, *, revision: str | None = None, download: bool = False
-) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, revision: str | None = None) -> Checkpoint:
     """Open a local folder or a Hub repository.
+
+    Of a remote checkpoint only the config, the index and the tensor headers are read, through range
+    requests; `.bin` files have no headers that could be read first, and the whole checkpoint is
+    downloaded.
 
     Args:
         source: a folder, or a Hub id such as `org/name`. An existing path takes precedence.
         revision: branch, tag or commit on the Hub.
-        download: download the whole checkpoint into the Hub's cache, so that `folder` is set.
-            Otherwise only the config, the index and the tensor headers of a remote checkpoint are
-            read, through range requests; `.bin` files have no headers that could be read first, and
-            are downloaded in any case.
 
     Raises:
         SourceNotFoundError: there is no such folder or repository, or it holds no checkpoint.
@@ -180,38 +178,29 @@ def open_checkpoint(
         raise SourceNotFoundError(
             f"{source} is a file: name the folder that holds config.json and the weights"
         )
-    opened = read_checkpoint(open_hub_files(str(source), revision))
-    return download_checkpoint(opened) if download else opened
-
-
-def download_checkpoint(opened: Checkpoint) -> Checkpoint:
-    """Return a checkpoint in a local folder; a remote one is downloaded at the commit whose headers
-    were read.
-
-    Args:
-        opened: by `open_checkpoint`.
-    """
-    if isinstance(opened.files, LocalFiles):
-        return opened
-    return read_checkpoint(opened.files.download(opened.left_behind))
+    return read_checkpoint(open_hub_files(str(source), revision))
 
 
 def open_local(
-    source: str | Path, revision: str | None, check: Callable[[Checkpoint], Any]
+    source: str | Path,
+    revision: str | None = None,
+    check: Callable[[Checkpoint], Any] | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint as a local folder, and download a remote one only after its headers have
-    passed a check.
+    """Open a checkpoint as a local folder. A remote one is downloaded into the Hub's cache at the
+    commit whose headers were read.
 
     Args:
-        source: as for `open_checkpoint`.
+        source: as for `open_checkpoint`, and what is raised.
         revision: branch, tag or commit on the Hub.
         check: called with a remote checkpoint before the download; an exception prevents the
             download.
     """
     opened = open_checkpoint(source, revision=revision)
-    if opened.folder is None:
+    if isinstance(opened.files, LocalFiles):
+        return opened
+    if check:
         check(opened)
-    return download_checkpoint(opened)
+    return read_checkpoint(opened.files.download(opened.left_behind))
 
 
 def read_checkpoint(files: CheckpointFiles) -> Checkpoint:

@@ -204,7 +204,7 @@ class SpeechModel:
         task = {"task": _TASK} if self._is_multilingual else {}
         most = self.model.config.max_target_positions // 2
         sound = self.encoder_outputs(encoded)
-        with torch.no_grad(), loading.no_warnings():
+        with torch.no_grad(), loading.quiet():
             ids = self.model.generate(
                 encoder_outputs=sound, num_beams=1, do_sample=False, max_new_tokens=most, **task
             )

@@ -53,6 +53,13 @@ three keys; DeciLM's `block_configs`, or a list under the config key, which stat
 """
 
 
+Names = tuple[str, ...]
+"""Names of modules or of config keys."""
+
+Reasons = tuple[tuple[str, str], ...]
+"""Cases, each with a clause that can follow "since"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Modeling:
     """A modelling file of this package, for families whose attention has no K/V-head count in
@@ -67,7 +74,7 @@ class Modeling:
     """The stock model type of the sources."""
     model_type: str
     """The model type of the results, which stock classes must not load."""
-    classes: tuple[tuple[str, str], ...]
+    classes: Mapping[str, str]
     """transformers' auto classes, `AutoConfig` first, and the file's class for each."""
     tokenizer: str
     """The tokenizer class that transformers chooses by the stock model type where no file of the
@@ -83,17 +90,17 @@ class Modeling:
 
     def unknown_files(self, folder: Path) -> list[Path]:
         """Those of the files that a result lacks, or that differ from this package's."""
-        found = [folder / file.name for file in self.files]
-        return [
-            path
-            for path, file in zip(found, self.files, strict=True)
-            if not path.is_file() or path.read_bytes() != file.read_bytes()
-        ]
+        found = []
+        for file in self.files:
+            path = folder / file.name
+            if not path.is_file() or path.read_bytes() != file.read_bytes():
+                found.append(path)
+        return found
 
     @property
     def auto_map(self) -> dict[str, str]:
         """The entry of config.json that leads transformers to the file."""
-        return {auto: f"{self.file}.{name}" for auto, name in self.classes}
+        return {auto: f"{self.file}.{name}" for auto, name in self.classes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +116,11 @@ class Family:
     """What a config.json may leave to transformers' config class."""
 
     # Where layers and attention lie
-    layers: tuple[tuple[str, tuple[str, ...]], ...] = (("layers", ("num_hidden_layers",)),)
+    layers: tuple[tuple[str, Names], ...] = (("layers", ("num_hidden_layers",)),)
     """Where a model without a head keeps its layers, and the config keys of their number, or of a
     list with an entry for each layer; the first key that is stated counts.
     """
-    prefixes: tuple[str, ...] = ("", "model.", "model.model.", "transformer.")
+    prefixes: Names = ("", "model.", "model.model.", "transformer.")
     """What transformers accepts in front of that: the name that a model with a head gives to the
     model without one (`transformer` in question answering), nothing, or that name twice.
     """
@@ -121,15 +128,15 @@ class Family:
     """Whether the layers are those of a decoder inside a larger model, whose other parts may have
     attention under like names: only modules behind one of `prefixes` count.
     """
-    without_attention: tuple[str, ...] = ()
+    without_attention: Names = ()
     """Parts of tensor names that mark a layer without attention."""
     shared_layers_key: str = ""
     """Config key, if there is one, of the number of last layers that reuse the keys and values of
     earlier layers.
     """
-    attention: tuple[str, ...] = ("self_attn",)
+    attention: Names = ("self_attn",)
     """Names of the attention module inside a layer."""
-    cross_attention: tuple[str, ...] = ()
+    cross_attention: Names = ()
     """The modules among `attention` that attend to an encoder's output; a fused projection there
     holds only keys and values.
     """
@@ -164,7 +171,7 @@ class Family:
     heads_key: str = "num_attention_heads"
     encoder_heads_key: str = ""
     kv_heads: KVHeads = "stated"
-    kv_heads_keys: tuple[str, ...] = ("num_key_value_heads",)
+    kv_heads_keys: Names = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written.
     """
     encoder_kv_heads_key: str = "encoder_num_key_value_heads"
@@ -205,11 +212,11 @@ class Family:
     """
     value_constraint: str | None = None
     """The same for values and the output projection."""
-    order_constraints: tuple[tuple[AttentionKind, str], ...] = ()
+    order_constraints: Reasons = ()
     """Attention kinds in which something outside the attention module depends on the order of its
     heads, each with what does: a clause that can follow "since".
     """
-    order_constrained_when: tuple[tuple[str, str], ...] = ()
+    order_constrained_when: Reasons = ()
     """Config keys that, when set, do the same in every attention kind, each with the clause."""
 
     # What can't be converted
@@ -238,14 +245,14 @@ class Family:
     """The only share of rotary dimensions that the class can combine with `rope_scaling`; None for
     any.
     """
-    run_in: tuple[str, ...] = ()
+    run_in: Names = ()
     """Engines besides transformers in which a tiny checkpoint of the type, converted from 12 to 3
     K/V heads, gave the tokens and logits of transformers (`check-serving`;
     docs/serving-and-publishing.md names the versions).
     """
-    listed_in: tuple[str, ...] = ()
+    listed_in: Names = ()
     """Engines that list the type and read its K/V-head count, but in which it was not run."""
-    beyond_window_in: tuple[str, ...] = ()
+    beyond_window_in: Names = ()
     """Engines that attend to more than the type's sliding window."""
     native: bool = True
     """Whether transformers' own classes hold fewer K/V heads than query heads."""
@@ -257,7 +264,7 @@ class Family:
     """
 
     @property
-    def shared_norm_names(self) -> tuple[str, ...]:
+    def shared_norm_names(self) -> Names:
         """Names of the norms of keys and of queries whose gains are those of every head."""
         if self.key_norm != "shared":
             return ()

@@ -82,7 +82,7 @@ class AttentionFinder:
                 )
 
         # the heads that the config states
-        self.heads = self._query_heads(family.heads_key)
+        self.heads = self._count(family.heads_key)
         kinds = self._attention_kinds()
         decoder = [module for module, kind in kinds.items() if kind != "encoder"]
         if not decoder:
@@ -128,17 +128,13 @@ class AttentionFinder:
 
     # Counts of heads
 
-    def _query_heads(self, key: str) -> int:
-        stated = config_value(self.config, key) is not None
-        return self._count(key if stated else "num_attention_heads", 0)
-
-    def _count(self, key: str, heads: int) -> int:
-        """A number of heads that the config states, which must divide `heads` query heads unless
-        that is 0; where it states none, as many as query heads.
+    def _count(self, key: str, heads: int = 0) -> int:
+        """A number of heads that the config states: of query heads, or of K/V heads, which divide
+        `heads` query heads, and are as many where none are stated.
         """
         value = config_value(self.config, key)
-        if value is None and heads:
-            return heads
+        if value is None:
+            value = heads or config_value(self.config, "num_attention_heads")
         if type(value) is not int or value < 1 or heads % value:
             expected = f"a divisor of {heads} query heads" if heads else "a count"
             raise ConfigError(
@@ -178,9 +174,8 @@ class AttentionFinder:
         family = self.family
         heads, kv_heads = self.heads, self._by_layer.get(_number(module), self.kv_heads)
         if attention_kind == "encoder":
-            heads = kv_heads = self._query_heads(family.encoder_heads_key)
-            if family.kv_heads == "stated":
-                kv_heads = self._count(family.encoder_kv_heads_key, heads)
+            heads = self._count(family.encoder_heads_key)
+            kv_heads = self._count(family.encoder_kv_heads_key, heads)
 
         # widths
         output = f"{module}.{family.output}.weight"

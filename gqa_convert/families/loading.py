@@ -5,7 +5,6 @@ package's own copy.
 """
 
 import inspect
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from gqa_convert.errors import (
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.records import record_of
 from gqa_convert.families.table import check_per_layer_config
-from gqa_convert.runtime.json_objects import Config, JsonObject
+from gqa_convert.runtime.json_objects import Config, JsonObject, parse_object
 
 TASKS = (
     "AutoModelForCausalLM",
@@ -49,30 +48,19 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
-    """Switch off transformers' progress bars."""
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing warnings and progress bars."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    """Keep transformers from printing warnings."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
         logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def read_config(folder: Path) -> JsonObject:
@@ -85,10 +73,9 @@ def read_config(folder: Path) -> JsonObject:
 def read_object(path: Path) -> JsonObject:
     """The JSON object in a file; empty if it can't be read."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return parse_object(path.read_bytes(), str(path))
+    except (OSError, CorruptCheckpointError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 # What a config.json says about a model's class
@@ -202,7 +189,10 @@ def check_language_model(name: str, config: Config, advice: str) -> None:
     """
     auto = headless_class(config)
     if auto is not None and (auto != "AutoModel" or config.get("tie_word_embeddings") is False):
-        raise _no_language_model(name, config, advice)
+        raise NoLanguageModelError(
+            f"{name} was saved as {_architectures(config)[0]}, which has no language-model head: "
+            f"{advice}"
+        )
 
 
 def check_complete(name: str, folder: Path, missing: list[str], advice: str) -> None:
@@ -218,20 +208,14 @@ def check_complete(name: str, folder: Path, missing: list[str], advice: str) -> 
         NoLanguageModelError: the checkpoint was saved without a language-model head.
         CorruptCheckpointError: the parameters belong to something that it should hold.
     """
-    config = read_config(folder)
-    if missing and headless_class(config) is not None:
-        raise _no_language_model(name, config, advice)
-    if missing:
-        raise CorruptCheckpointError(
-            f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or "
-            "fetch it again"
-        )
-
-
-def _no_language_model(name: str, config: Config, advice: str) -> NoLanguageModelError:
-    return NoLanguageModelError(
-        f"{name} was saved as {_architectures(config)[0]}, which has no language-model head: "
-        f"{advice}"
+    if not missing:
+        return
+    # a head that is missing is not tied to the embeddings
+    untied = {**read_config(folder), "tie_word_embeddings": False}
+    check_language_model(name, untied, advice)
+    raise CorruptCheckpointError(
+        f"{name} has no fitting tensor for {missing[0]} ({len(missing)} in all): convert or "
+        "fetch it again"
     )
 
 
@@ -286,7 +270,7 @@ def load_model(folder: Path, dtype: Any, **options: Any) -> tuple[Any, list[str]
     config = read_config(folder)
     check_per_layer_config(config, f"{folder}/config.json")
     _register(config)
-    with no_bars(), no_warnings():  # missing tensors are returned instead of reported
+    with quiet():  # missing tensors are returned instead of reported
         model, info = getattr(transformers, auto_class(config)).from_pretrained(
             folder,
             dtype=dtype,
@@ -392,7 +376,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with no_warnings():  # about model types of results, which transformers does not know
+    with quiet():  # about model types of results, which transformers does not know
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 

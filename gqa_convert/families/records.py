@@ -56,20 +56,20 @@ def _records(model_type: str) -> dict[str, Family]:
     source = DECILM_SOURCES[0] if model_type == DECILM else model_type
     # the tokenizer is named as engines name it too
     fast = row["tokenizer"].replace("TokenizersBackend", "PreTrainedTokenizerFast")
-    by_layer = tuple(_row(DECILM)["classes"].items())
+    by_layer = _row(DECILM)["classes"]
     decilm = Modeling("gqa_decilm", source, DECILM, by_layer, fast)
     if model_type == DECILM:
         return {DECILM: replace(family, modeling=decilm, layerwise=(decilm,))}
 
     # the source keeps its type, and the result has its own
     own_type = CONVERTED_PREFIX + model_type.replace("-", "_")
-    classes = tuple((auto, f"GQA{name}") for auto, name in row["classes"].items())
+    classes = {auto: f"GQA{name}" for auto, name in row["classes"].items()}
     if "modeling" in row:
         form = Modeling(row["modeling"], model_type, own_type, classes, row["tokenizer"])
         family = replace(family, modeling=form, kv_heads=row.get("kv_heads", "heads"))
         others: JsonObject = {"kv_heads": "stated", "fused_layout": "blocks"}
     else:
-        classes = tuple(each for each in classes if each[0] in dict(by_layer))
+        classes = {auto: name for auto, name in classes.items() if auto in by_layer}
         form = Modeling("gqa_by_layer", model_type, own_type, classes, fast)
         forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
         family = replace(family, layerwise=forms)

@@ -43,7 +43,7 @@ def check_destination(out: Path, source: Path | None, *, overwrite: bool) -> Non
                     "name another folder"
                 )
             links = (path for path in source.rglob("*") if path.is_symlink())
-            if out.is_dir() and any(path.resolve().is_relative_to(real) for path in links):
+            if any(path.resolve().is_relative_to(real) for path in links):
                 raise OutputError(
                     f"{out} contains files that the source {source} links to: name another folder"
                 )
@@ -180,19 +180,13 @@ def _explained(problem: OSError, out: Path) -> GQAConvertError:
     """Turn an error of the operating system into one line."""
     detail = problem.strerror or str(problem) or type(problem).__name__
     path = Path(str(problem.filename or out))
-    if not path.is_relative_to(out.parent):
-        return OutputError(
-            f"{path} cannot be read or written ({detail}), and nothing was left at {out}: "
-            "check its disk"
-        )
-    if is_disk_full(problem):
+    if path.is_relative_to(out.parent) and is_disk_full(problem):
         return NoSpaceError(
             f"the disk or quota of {out.parent} is full and nothing was written: "
             "free some space, or name a folder on another disk"
         )
-    at = f" at {problem.filename}" if problem.filename else ""
     return OutputError(
-        f"{out} cannot be written ({detail}{at}) and nothing was left there: "
+        f"{path} cannot be read or written ({detail}), and nothing was left at {out}: "
         "check the disk, or name another folder"
     )
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint, open_local
 from gqa_convert.data.encoders import LAST
 from gqa_convert.data.objectives import make_sampler
 from gqa_convert.data.sampler import Batch, Sampler
 from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import GQAConvertError, OptionError, RecipeError, first_line
-from gqa_convert.families.loading import model_of_config, no_bars, untie
+from gqa_convert.families.loading import model_of_config, quiet, untie
 from gqa_convert.losses.distillation import positions_at_once
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.runtime.json_objects import Result
@@ -111,8 +111,8 @@ def estimate(path: str | Path, overrides: Sequence[str], gpus: int, gpu: str) ->
     recipe = read_recipe(path, overrides)
     shards = number_of_shards(recipe.sharding, gpus, OF_MACHINE)
     check_lora(recipe.lora, sharded=shards > 1)
-    with no_bars():
-        student = open_checkpoint(recipe.model, download=True)
+    with quiet():
+        student = open_local(recipe.model)
         teacher = open_checkpoint(recipe.teacher) if recipe.teacher else None
         sampler = make_sampler(sample_settings(recipe, student))
     # texts of different lengths are taken to be as long as they may be

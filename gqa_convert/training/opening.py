@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.data.model_tokenizer import check_vocabulary, decoder_start, starts_with_last
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sampler import SampleSettings
@@ -84,7 +84,7 @@ def open_recipe(
     with together():
         for role, name in (("model", recipe.model), ("teacher", recipe.teacher)):
             if name:
-                opened = open_checkpoint(name, download=True)
+                opened = open_local(name)
                 check_language_model(name, opened.config, NEEDS_HEAD)
                 inputs[f"the checkpoint of {role}"] = fingerprint(opened)
                 models.append(opened)

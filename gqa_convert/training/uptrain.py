@@ -14,7 +14,7 @@ from gqa_convert.errors import (
     is_out_of_memory,
     no_space,
 )
-from gqa_convert.families.loading import no_bars
+from gqa_convert.families.loading import quiet
 from gqa_convert.processes import Say, out_of_memory, taking_part
 from gqa_convert.training.recipe import read_recipe
 from gqa_convert.training.stopping import StopRequests
@@ -77,7 +77,7 @@ def uptrain_checkpoint(
             warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
             from gqa_convert.training.run import uptrain
 
-            with taking_part(), no_bars():
+            with taking_part(), quiet():
                 return uptrain(recipe, stops, caller)
     except GQAConvertError:
         raise

@@ -87,7 +87,7 @@ def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
 
     SOURCE's `auto_map` keeps its entries for other classes than configs and models.
     """
-    classes = dict(modeling.classes)
+    classes = modeling.classes
     models = [name for auto, name in classes.items() if auto not in ("AutoConfig", "AutoModel")]
     wanted = [f"GQA{name.removeprefix('GQA')}" for name in original.get("architectures") or []]
     return {

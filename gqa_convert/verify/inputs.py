@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gqa_convert.checkpoint.fingerprint import SCHEME, fingerprint
-from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
+from gqa_convert.checkpoint.source import Checkpoint, open_local
 from gqa_convert.conversion.rewriting.source import (
     needs_rewriting,
     plan_rewriting,
@@ -228,7 +228,7 @@ def _open_origin(
             raise SourceNotFoundError(
                 f"the record in {out} {named}: name what it was made from with --source"
             )
-    checkpoint = open_checkpoint(source, revision=revision, download=True)
+    checkpoint = open_local(source, revision)
     known = str(stated.get("fingerprint"))
     if known.startswith(SCHEME) and known != fingerprint(checkpoint):
         raise SourceNotFoundError(

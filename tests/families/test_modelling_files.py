@@ -283,7 +283,7 @@ def test_every_auto_class_loads_it(
     the same.
     """
     row, source = Row(model_type), sources(model_type)
-    autos = [auto for auto, _ in modeling_of(model_type).classes[1:]]
+    autos = list(modeling_of(model_type).classes)[1:]
     folder = str(converted(source, 3))
     answer = whole(
         elsewhere.measure(folder=folder, auto=auto_class(model_type), ways=[], autos=autos)

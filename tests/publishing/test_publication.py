@@ -109,7 +109,7 @@ class TestDestination:
         out.write_text("x")
         with refused(OutputError, "is a file"):
             by_mean(source, out, overwrite=overwrite)
-        with refused(OutputError, "cannot be written"):
+        with refused(OutputError, "cannot be read or written"):
             by_mean(source, out / "sub" / "sub")
         assert out.read_text() == "x"
 

@@ -123,7 +123,7 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
     stated = read_recipe(path)
     folders = {stated.model: known["student"], stated.teacher: known["teacher"]}
 
-    def opened(source: str, **_: Any) -> Any:
+    def opened(source: str) -> Any:
         folder = tmp_path / source.replace("/", "-")
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(folders[source]))
@@ -135,6 +135,7 @@ def test_recipes_state_the_memory_and_the_time_that_are_estimated(
         )
 
     monkeypatch.setattr("gqa_convert.training.estimate.open_checkpoint", opened)
+    monkeypatch.setattr("gqa_convert.training.estimate.open_local", opened)
     found = estimate(path, [], known["gpus"], "h100")
     memory = re.search(r"^# memory +([\d.]+) GB (?:each )?\(estimate\)", text, re.MULTILINE)
     time = re.search(

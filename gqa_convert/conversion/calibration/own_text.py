@@ -151,7 +151,7 @@ class OwnWriter:
         """Batches of documents or conversations without end, those of the first with the batch
         0.
         """
-        with loading.explained(self.checkpoint.source_id), loading.no_bars():
+        with loading.explained(self.checkpoint.source_id), loading.quiet():
             decoder = _Decoder(self.checkpoint, self.device)
         write = decoder.conversations if kind == "conversations" else decoder.documents
         for batch in count():
@@ -171,7 +171,7 @@ class OwnWriter:
             inputs = iter(shuffled(list(inputs), mix(self.seed, 7)))
 
         # Load the model, and let it write.
-        with loading.explained(self.checkpoint.source_id), loading.no_bars():
+        with loading.explained(self.checkpoint.source_id), loading.quiet():
             tokenizer = loading.load_tokenizer(self.checkpoint.local_folder)
             refuse_languages(tokenizer)
             model = _loaded(self.checkpoint, self.device)
@@ -180,7 +180,7 @@ class OwnWriter:
         greedily = {"num_beams": 1, "do_sample": False, "max_new_tokens": TARGET}
         while group := list(islice(inputs, TARGETS)):
             ids = tokenizer(group, **read).to(model.device)
-            with torch.inference_mode(), loading.no_warnings():
+            with torch.inference_mode(), loading.quiet():
                 made = model.generate(**ids, **greedily)
             targets = tokenizer.batch_decode(made, skip_special_tokens=True)
             size = int(ids["attention_mask"].sum()) + sum(map(len, tokenizer(targets)["input_ids"]))

@@ -69,7 +69,7 @@ def modeling_keys(config: JsonObject, modeling: Modeling) -> JsonObject:
         config: the source's.
         modeling: the modelling file of the result.
     """
-    names = [name for _, name in modeling.classes]
+    names = list(modeling.classes.values())
     stated = [f"GQA{name.removeprefix('GQA')}" for name in config.get("architectures") or ()]
     known = [name for name in stated if name in names]
     kept = {

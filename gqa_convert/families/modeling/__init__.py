@@ -27,8 +27,8 @@ def register_modeling(model_type: str | None = None) -> None:
         if form is None or not family.is_converted or model_type not in (None, name):
             continue
         module = import_module(f"gqa_convert.families.modeling.{form.file}")
-        config = getattr(module, form.classes[0][1])
-        for auto, class_name in form.classes:
+        config = getattr(module, form.classes["AutoConfig"])
+        for auto, class_name in form.classes.items():
             registered = getattr(module, class_name)
             registered.register_for_auto_class(auto)  # so that save_pretrained takes the file along
             key = name if registered is config else config

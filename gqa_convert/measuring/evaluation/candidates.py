@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.checkpoint.source import open_checkpoint
+from gqa_convert.checkpoint.source import open_local
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data.model_tokenizer import has_sentinels, refuse_languages, usable_tokenizer
 from gqa_convert.errors import GQAConvertError, OptionError
@@ -52,11 +52,11 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
     Raises:
         NoLanguageModelError: a model was saved without its language-model head.
         DataError: a model has no tokenizer.
-        GQAConvertError: as `open_checkpoint`.
+        GQAConvertError: as `open_local`.
     """
     found = []
     for name in names:
-        checkpoint = open_checkpoint(name, revision=revision, download=True)
+        checkpoint = open_local(name, revision)
         folder = checkpoint.local_folder
         config = checkpoint.config
         loading.check_language_model(name, config, _HEAD)

@@ -14,7 +14,7 @@ from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import AudioFile, SpeechModel, list_audio_files
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
-from gqa_convert.families.loading import no_bars
+from gqa_convert.families.loading import quiet
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.evaluation import examples, scoring
 from gqa_convert.measuring.evaluation.candidates import (
@@ -100,7 +100,7 @@ def evaluate(
     if options.reference is not None:
         names.insert(0, options.reference)
     device = chosen_device(options.device)
-    with warnings.catch_warnings(), no_bars():
+    with warnings.catch_warnings(), quiet():
         # torch's and transformers', for those who program with them
         warnings.simplefilter("ignore")
 
