@@ -6,11 +6,13 @@ take turns, so that a machine whose speed drifts favours none of them.
 
 import gc
 import inspect
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.families.modeling import register_modeling
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
+from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device, measurement
 
 CONTEXT = 512
@@ -81,9 +83,9 @@ def benchmark_model(
         GQAConvertError: one of its subclasses for every mistake; DeviceMemoryError (exit code 1) if
             the memory does not suffice.
     """
-    plan = partial(plan_versions, candidates=candidates)
-    opened = open_local(model, revision, plan)
-    plans = plan(opened)
+    check = partial(plan_versions, candidates=candidates)
+    opened = open_local(model, revision, check)
+    plans = check(opened)
     dtype = dtype or opened.config.get("dtype") or opened.config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise OptionError(
@@ -97,7 +99,6 @@ def benchmark_model(
             f"--context {max(contexts)}: the model has {positions} positions, and decode steps "
             f"follow: give at most {positions - 1 - STEPS}"
         )
-    any_plan = next(iter(plans.values()))
     settings = list(product(batch, contexts))
     cells = []
     advice = "time fewer --candidates, or a smaller --batch or --context"
@@ -106,10 +107,10 @@ def benchmark_model(
         models, attention = make_models(opened, plans, dtype, device)
         for done, (rows, tokens) in enumerate(settings):
             progress("timing", done, len(settings))
-            decoders = [Decoder(version, rows, tokens) for version in models]
-            turns = _alternate([decoder.turn for decoder in decoders], repetitions)
-            for groups, decoder, seconds in zip(plans, decoders, turns, strict=True):
-                low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
+            gc.collect()  # the caches before them
+            decoders = {groups: Decoder(made, rows, tokens) for groups, made in models.items()}
+            times = _take_turns([*decoders.values()], repetitions)
+            for (groups, decoder), (low, median, high) in zip(decoders.items(), times, strict=True):
                 cell = TimedCell(
                     groups=groups,
                     batch=rows,
@@ -121,30 +122,30 @@ def benchmark_model(
                 )
                 cells.append(cell)
             del decoders, decoder
-            gc.collect()
         progress("timing", len(settings), len(settings))
+    plan = plans[min(plans)]
     return BenchmarkFile(
         **measurement("benchmark", command, device),
         model=opened.source_id,
-        model_type=any_plan.family.model_type,
+        model_type=plan.family.model_type,
         dtype=dtype,
-        heads=any_plan.heads,
-        kv_heads=any_plan.source_kv_heads,
+        heads=plan.heads,
+        kv_heads=plan.source_kv_heads,
         attention=attention,
         results=cells,
     )
 
 
-def _alternate(calls: Sequence[Callable[[], float]], repetitions: int) -> list[list[float]]:
-    """What each of some calls returns in so many repetitions, each of which starts one call later,
-    after a warm-up.
+def _take_turns(decoders: Sequence["Decoder"], repetitions: int) -> Any:
+    """The lower quartile, the median and the upper quartile of the milliseconds of each decoder in
+    so many turns, [decoders, 3]. In each repetition another one is the first. A warm-up precedes.
     """
-    measured: list[list[float]] = [[] for _ in calls]
-    for repetition in range(-1, repetitions):
-        for place in range(len(calls)):
-            number = (repetition + place) % len(calls)
-            measured[number].append(calls[number]())
-    return [found[1:] for found in measured]
+    order = np.arange(len(decoders))
+    seconds = np.empty((1 + repetitions, len(decoders)))
+    for repetition in range(1 + repetitions):
+        for number in np.roll(order, -repetition):
+            seconds[repetition, number] = decoders[number].turn()
+    return 1e3 * np.quantile(seconds[1:], (0.25, 0.5, 0.75), axis=0).T
 
 
 def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> dict[int, Plan]:
@@ -180,9 +181,10 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> d
 
 def make_models(
     checkpoint: Checkpoint, plans: Mapping[int, Plan], dtype: str, device: str
-) -> tuple[list[Any], str]:
-    """The models of the plans, and transformers' name of their attention function: this package's,
-    where the model's class takes it. The model with the own K/V heads has its weights.
+) -> tuple[dict[int, Any], str]:
+    """The models of the plans by their K/V heads, and transformers' name of their attention
+    function: this package's, where the model's class takes it. The model with the own K/V heads has
+    its weights.
 
     Args:
         checkpoint: the model that is timed.
@@ -197,45 +199,37 @@ def make_models(
     register()
     name = checkpoint.source_id
     folder = checkpoint.local_folder
-    settings = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    exact = getattr(torch, dtype)
     with loading.explained(name):
-        source, missing = loading.load_model(folder, **settings)
+        source, missing = loading.load_model(folder, exact, attn_implementation="eager")
     loading.check_complete(name, folder, missing, _NEEDS_HEAD)
+    attention = "eager"
     if why_unsupported(type(source), source.config) is None:
-        settings["attn_implementation"] = "gqa"
-        source.set_attn_implementation("gqa")
+        attention = "gqa"
+        source.set_attn_implementation(attention)
     source = source.to(device).requires_grad_(False)
     weights = dict(source.named_parameters(remove_duplicate=False))
-    models = []
+    models = {}
     for groups, plan in plans.items():
         made = source
         if groups != plan.source_kv_heads:
             with loading.explained(name), torch.device(device), no_init_weights():
-                made = _build(plan, settings)
+                made = _build(plan.config | {"attn_implementation": attention}, exact)
             # the source's weights where they fit, and random ones
-            shapes = {key: own.shape for key, own in made.named_parameters(remove_duplicate=False)}
-            shared = {key: own for key, own in weights.items() if own.shape == shapes.get(key)}
-            made.load_state_dict(shared, strict=False, assign=True)
             for key, parameter in made.named_parameters():
-                if key not in shared:
+                if key in weights and weights[key].shape == parameter.shape:
+                    parameter.data = weights[key].data
+                else:
                     parameter.normal_(std=0.02)
-        models.append(made)
-    return models, settings["attn_implementation"]
+        models[groups] = made
+    return models, attention
 
 
-def _build(plan: Plan, settings: Mapping[str, Any]) -> Any:
-    """The language model of a result, in evaluation mode and without gradients.
-
-    Args:
-        plan: of the result.
-        settings: options of `from_config`.
-    """
-    model_type = plan.config["model_type"]
-    if plan.modeling:
-        register_modeling(model_type)
-    config = transformers.CONFIG_MAPPING[model_type].from_dict(plan.config)
-    auto = getattr(transformers, loading.auto_class(plan.config))
-    model = auto.from_config(config, trust_remote_code=False, **settings)
+def _build(config: JsonObject, dtype: torch.dtype) -> Any:
+    """The model of a config.json, in evaluation mode and without gradients."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        model = loading.model_of_config(Path(folder), dtype)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 
@@ -255,10 +249,8 @@ class Decoder:
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
         self._model = model
-        generator = torch.Generator(model.device).manual_seed(0)
-        random: dict[str, Any] = {"device": model.device, "generator": generator}
         vocabulary = model.get_input_embeddings().num_embeddings
-        tokens = torch.randint(vocabulary, (batch, context + 1), **random)
+        tokens = torch.randint(vocabulary, (batch, context + 1), device=model.device)
         prompt, self._token = tokens.split(context, dim=1)
         self._ids = "input_ids"
         self._cache_name = loading.cache_name(model)
@@ -270,17 +262,15 @@ class Decoder:
             encoded = prompt
             if model.main_input_name != "input_ids":
                 shape = loading.encoder_shape(model.config, context)
-                encoded = torch.randn(batch, *shape, dtype=model.dtype, **random)
+                encoded = torch.randn(batch, *shape, dtype=model.dtype, device=model.device)
             with torch.inference_mode():
                 self._options["encoder_outputs"] = model.get_encoder()(encoded, return_dict=True)
         self._cache: Any = None
         self._read(prompt)
-        cache: Any = self._cache
-        if isinstance(cache, transformers.EncoderDecoderCache):
-            own, of_encoder = cache.self_attention_cache, cache.cross_attention_cache
-            self._layers = [*own.layers, *of_encoder.layers]
-        else:
-            self._layers = cache.layers
+        caches = [self._cache]
+        if isinstance(self._cache, transformers.EncoderDecoderCache):
+            caches = [self._cache.self_attention_cache, self._cache.cross_attention_cache]
+        self._layers = [*chain.from_iterable(cache.layers for cache in caches)]
 
     def turn(self) -> float:
         """Decode some tokens after the prompt, and return the seconds for each."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ _LENGTHS = (5, 48, 320)
 """Tokens of the prompts: with some hundred, a wrong rotary base shows."""
 
 
-def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> TokenIds:
+def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> list[TokenIds]:
     """Prompts of random tokens and of increasing length, which leave room for the new tokens.
 
     Args:
@@ -62,7 +63,7 @@ def make_prompts(config: JsonObject, end: Sequence[int] = ()) -> TokenIds:
     return [[*ids[:length], *end] for length in lengths]
 
 
-def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
+def ask_transformers(folder: Path) -> tuple[list[TokenIds], Outcome]:
     """Prompts, and a checkpoint's greedy tokens and logits in float32, with eager attention.
 
     The tokens are decoded with the K/V cache, and the logits from which each is chosen are computed
@@ -86,7 +87,7 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
             pad_token_id=0,
             suppress_tokens=commands(config) if hears(config) else None,
         )
-        end: list[int] = []
+        end: TokenIds = []
         read: dict[str, Any] = {}  # by an encoder
         if hears(config):
             # with timestamps, engines follow rules of their own
@@ -118,6 +119,8 @@ def ask_transformers(folder: Path) -> tuple[TokenIds, Outcome]:
     return prompts, Outcome(OK, tokens=tokens, logits=logits)
 
 
+SECONDS = 3600.0
+"""Time limit for each engine."""
 TOLERANCE = 1e-3
 """Allowed difference of logits, as a share of the spread of the reference's."""
 
@@ -143,7 +146,7 @@ class ServingReport(Result):
 
 
 def check_serving(
-    out: Path, names: Collection[str] = (), *, python: str | None = None, minutes: float = 60.0
+    out: Path, names: Collection[str] = (), python: str | None = None
 ) -> ServingReport:
     """Compare serving engines with transformers on a checkpoint, all in float32.
 
@@ -151,7 +154,6 @@ def check_serving(
         out: a checkpoint folder.
         names: of engines; empty for all that are installed.
         python: the interpreter that has the engines; None for this one.
-        minutes: time limit for each engine.
 
     Raises:
         OptionError: a name is unknown.
@@ -171,7 +173,7 @@ def check_serving(
             f"{out} holds no config.json that can be read: name the folder of a checkpoint"
         )
     check_language_model(str(out), config, NEEDS_HEAD)
-    prompts: TokenIds = []
+    reference = cache(ask_transformers)  # it computes only where an engine follows
     clients = []
     for name in names or ENGINES:
         engine = ENGINES[name]
@@ -185,22 +187,18 @@ def check_serving(
         except MissingExtraError as problem:
             client |= {"status": SKIPPED, "detail": str(problem)}
             continue
-        if not prompts:  # transformers computes once, and only where an engine follows
-            prompts, reference = ask_transformers(out)
-            request = Request(
-                folder=str(out.resolve()),
-                context=max(map(len, prompts)) + NEW_TOKENS,
-                run_code=has_our_code(out, config),
-                prompts=prompts,
-                sequences=[
-                    prompt + made[:-1]
-                    for prompt, made in zip(prompts, reference.tokens, strict=True)
-                ],
-            )
-        outcome = ask(interpreter, engine.module, request, minutes * 60)
+        prompts, expected = reference(out)
+        request = Request(
+            folder=str(out.resolve()),
+            context=max(map(len, prompts)) + NEW_TOKENS,
+            run_code=has_our_code(out, config),
+            prompts=prompts,
+            written=[made[:-1] for made in expected.tokens],
+        )
+        outcome = ask(interpreter, engine.module, request, SECONDS)
         client |= {"status": outcome.status, "detail": outcome.detail}
         if outcome.status == OK:
-            client |= compare(reference, outcome, prompts)
+            client |= compare(expected, outcome, prompts)
     states = [client["status"] for client in clients]
     return ServingReport(
         out=str(out),
@@ -247,7 +245,7 @@ def has_our_code(folder: Path, config: JsonObject) -> bool:
     return all(str(place).startswith(f"{modeling.file}.") for place in places)
 
 
-def compare(reference: Outcome, found: Outcome, prompts: TokenIds) -> JsonObject:
+def compare(reference: Outcome, found: Outcome, prompts: list[TokenIds]) -> JsonObject:
     """Compare two answers. A different token counts as a tie if transformers' logits of both are
     within the tolerance, and ends the comparison of its prompt.
 

@@ -9,6 +9,8 @@ added here, and the attention's head_dim.
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.paths import local_path
 
-from .request import NotSupportedError, Request, TokenIds, commands, random_sound
+from .request import NEW_TOKENS, NotSupportedError, Request, TokenIds, commands, random_sound
 
 _COPIED = ("tokenizer.json", "preprocessor_config.json")
 """Files of the checkpoint that faster-whisper reads beside the model."""
@@ -105,11 +107,10 @@ def _state_heads(spec: Any, config: Any) -> None:
     spec.decoder.num_heads = np.int16(decoder_heads)  # BART's loader writes the encoder's
     stacks = [getattr(spec, name) for name in ("encoder", "decoder") if hasattr(spec, name)]
     for stack in stacks:
-        heads = int(stack.num_heads)
         for layer in stack.layer:
             for part in vars(layer).values():
                 if isinstance(part, MultiHeadAttentionSpec):
-                    _state_sizes(part, heads)
+                    _state_sizes(part, int(stack.num_heads))
 
 
 def _state_sizes(attention: Any, heads: int) -> None:
@@ -124,86 +125,6 @@ def _state_sizes(attention: Any, heads: int) -> None:
     vars(attention).update(num_heads_kv=np.int32(kv_heads), head_dim=np.int32(head_dim))
 
 
-def _read(path: Path) -> Any:
-    """What a JSON file of CTranslate2's holds."""
-    return json.loads(path.read_bytes())
-
-
-class _Decoder:
-    """A language model."""
-
-    def __init__(self, folder: Path) -> None:
-        import ctranslate2
-
-        self._model = ctranslate2.Generator(str(folder), compute_type="float32")
-        self._words: list[str] = _read(folder / "vocabulary.json")
-
-    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
-        """The greedy continuation of a prompt by `count` tokens, an end of text among them or not.
-
-        Returns:
-            The tokens, of which the first are those that are begun with, and the logits of each.
-        """
-        (result,) = self._model.generate_batch(
-            [[self._words[token] for token in prompt + begun]],
-            max_length=len(prompt) + count - 1,
-            end_token=[],
-            return_logits_vocab=True,
-        )
-        return result.sequences_ids[0][-count:], result.logits[0][-count:]
-
-
-class _Translator:
-    """A language model that reads a text and writes another."""
-
-    def __init__(self, folder: Path, start: int) -> None:
-        import ctranslate2
-
-        self._model = ctranslate2.Translator(str(folder), compute_type="float32")
-        self._words: list[str] = _read(folder / "shared_vocabulary.json")
-        stated = _read(folder / "config.json")["decoder_start_token"]
-        self._start = [] if stated else [self._words[start]]  # mBART's is a language
-
-    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
-        """What it writes after reading the prompt; as of `_Decoder`."""
-        (result,) = self._model.translate_batch(
-            [[self._words[token] for token in prompt]],
-            [self._start + [self._words[token] for token in begun]],
-            beam_size=1,
-            max_decoding_length=count,
-            max_input_length=0,
-            end_token=[],
-            return_logits_vocab=True,
-        )
-        return [self._words.index(word) for word in result.hypotheses[0]], result.logits[0]
-
-
-class _Listener:
-    """A Whisper, which hears the same sound before every prompt."""
-
-    def __init__(self, folder: Path, config: JsonObject) -> None:
-        import ctranslate2
-
-        self._model = ctranslate2.models.Whisper(str(folder), compute_type="float32")
-        self._numbers = random_sound(config)  # a view does not keep them in memory
-        self._sound = ctranslate2.StorageView.from_array(self._numbers)
-        self._commands = commands(config)
-
-    def decode(self, prompt: list[int], begun: list[int], count: int) -> tuple[list[int], Any]:
-        """What it writes after the prompt; as of `_Decoder`, but without an end of text."""
-        (result,) = self._model.generate(
-            self._sound,
-            [prompt + begun],
-            beam_size=1,
-            # it decodes half as many tokens at most, and at most so many with the prompt
-            max_length=max(len(prompt), count) + count,
-            suppress_blank=False,
-            suppress_tokens=[] if begun else self._commands,
-            return_logits_vocab=True,
-        )
-        return result.sequences_ids[0][:count], result.logits[0][:count]
-
-
 class Adapter:
     """A checkpoint in CTranslate2.
 
@@ -212,28 +133,96 @@ class Adapter:
     """
 
     def __init__(self, request: Request) -> None:
+        import ctranslate2
+
         source, folder = Path(request.folder), Path("ctranslate2")
         make_folder(source, folder, "float32")
         config = read_config(source)
-        self._engine: _Decoder | _Translator | _Listener
+        self._decode: Decode
         if hears(config):
-            self._engine = _Listener(folder, config)
+            model = ctranslate2.models.Whisper(str(folder))
+            self._decode = partial(_after_sound, model, config)
         elif is_encoder_decoder(config):
-            self._engine = _Translator(folder, config["decoder_start_token_id"])
+            words = _read(folder / "shared_vocabulary.json")
+            start = [words[config["decoder_start_token_id"]]]
+            if _read(folder / "config.json")["decoder_start_token"]:
+                start = []  # mBART's is a language
+            model = ctranslate2.Translator(str(folder))
+            self._decode = partial(_after_reading, model, words, start)
         else:
-            self._engine = _Decoder(folder)
+            words = _read(folder / "vocabulary.json")
+            self._decode = partial(_after_prompt, ctranslate2.Generator(str(folder)), words)
 
-    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
+    def generate(self, prompts: list[TokenIds]) -> list[TokenIds]:
         """The greedy tokens after each prompt."""
-        return [self._engine.decode(prompt, [], new_tokens)[0] for prompt in prompts]
+        return [self._decode(prompt, [])[0] for prompt in prompts]
 
-    def logits(self, sequence: list[int], positions: list[int]) -> Any:
-        """The logits [positions, vocabulary] while the engine is made to decode a sequence."""
+    def logits(self, prompt: TokenIds, written: TokenIds) -> Any:
+        """The logits [1 + written, vocabulary] while the engine is made to decode these tokens."""
         import numpy as np
 
-        end = positions[0] + 1
-        _, rows = self._engine.decode(sequence[:end], sequence[end:], len(positions))
+        _, rows = self._decode(prompt, written)
         return np.stack([np.array(row).reshape(-1) for row in rows])
+
+
+Decode = Callable[[TokenIds, TokenIds], tuple[TokenIds, Any]]
+"""Decodes greedily, past an end of text: called with a prompt and the tokens that are begun with,
+it returns all new tokens, these first, and the logits of each.
+"""
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file of CTranslate2's holds."""
+    return json.loads(path.read_bytes())
+
+
+def _after_prompt(
+    model: Any, words: list[str], prompt: TokenIds, begun: TokenIds
+) -> tuple[TokenIds, Any]:
+    """What a language model writes; see `Decode`."""
+    (result,) = model.generate_batch(
+        [[words[token] for token in prompt + begun]],
+        max_length=len(prompt) + NEW_TOKENS - 1,
+        end_token=[],
+        return_logits_vocab=True,
+    )
+    return result.sequences_ids[0][-NEW_TOKENS:], result.logits[0][-NEW_TOKENS:]
+
+
+def _after_reading(
+    model: Any, words: list[str], start: list[str], prompt: TokenIds, begun: TokenIds
+) -> tuple[TokenIds, Any]:
+    """What an encoder-decoder writes after it has read the prompt; see `Decode`."""
+    (result,) = model.translate_batch(
+        [[words[token] for token in prompt]],
+        [start + [words[token] for token in begun]],
+        beam_size=1,
+        max_decoding_length=NEW_TOKENS,
+        max_input_length=0,
+        end_token=[],
+        return_logits_vocab=True,
+    )
+    return [words.index(word) for word in result.hypotheses[0]], result.logits[0]
+
+
+def _after_sound(
+    model: Any, config: JsonObject, prompt: TokenIds, begun: TokenIds
+) -> tuple[TokenIds, Any]:
+    """What a Whisper writes after it has heard a sound, without an end of text; see `Decode`."""
+    import ctranslate2
+
+    sound = random_sound(config)  # a view does not keep it in memory
+    (result,) = model.generate(
+        ctranslate2.StorageView.from_array(sound),
+        [prompt + begun],
+        beam_size=1,
+        # it decodes half as many tokens at most, and at most so many with the prompt
+        max_length=max(len(prompt), NEW_TOKENS) + NEW_TOKENS,
+        suppress_blank=False,
+        suppress_tokens=[] if begun else commands(config),
+        return_logits_vocab=True,
+    )
+    return result.sequences_ids[0][:NEW_TOKENS], result.logits[0][:NEW_TOKENS]
 
 
 def main() -> None:

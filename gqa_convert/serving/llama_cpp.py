@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .request import AbsentError, NotSupportedError, Request, TokenIds
+from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenIds
 
 _REFUSALS = (
     "is not supported",
@@ -41,25 +41,25 @@ class Adapter:
             verbose=False,
         )
 
-    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
+    def generate(self, prompts: list[TokenIds]) -> list[TokenIds]:
         """The greedy tokens after each prompt."""
         found = []
         for prompt in prompts:
             self._model.reset()
-            made: list[int] = []
+            made: TokenIds = []
             read = prompt
-            while len(made) < new_tokens:
+            while len(made) < NEW_TOKENS:
                 self._model.eval(read)
                 read = [int(self._model.scores[self._model.n_tokens - 1].argmax())]
                 made += read
             found.append(made)
         return found
 
-    def logits(self, sequence: list[int], positions: list[int]) -> Any:
-        """The logits [positions, vocabulary] of a sequence."""
+    def logits(self, prompt: TokenIds, written: TokenIds) -> Any:
+        """The logits [1 + written, vocabulary] that choose the tokens after a prompt."""
         self._model.reset()
-        self._model.eval(sequence)
-        return self._model.scores[positions].copy()
+        self._model.eval(prompt + written)
+        return self._model.scores[len(prompt) - 1 : self._model.n_tokens].copy()
 
 
 def _convert(folder: str, file: str) -> None:

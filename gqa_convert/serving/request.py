@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-TokenIds = list[list[int]]
-"""Those of each of several sequences."""
+TokenIds = list[int]
 
 NEW_TOKENS = 24
 """Number of tokens that an engine decodes after each prompt."""
@@ -34,17 +33,17 @@ class Request:
         context: tokens of the longest sequence, those that are decoded included.
         run_code: whether the checkpoint has this package's modelling file, and no other code.
         prompts: token ids of each prompt.
-        sequences: each prompt followed by the tokens that transformers decoded after it.
+        written: what transformers decoded after each prompt, but for the last token.
     """
 
     folder: str
     context: int
     run_code: bool
-    prompts: TokenIds
-    sequences: TokenIds
+    prompts: list[TokenIds]
+    written: list[TokenIds]
 
 
-def commands(config: dict[str, Any]) -> list[int]:
+def commands(config: dict[str, Any]) -> TokenIds:
     """Tokens that a model that hears may not write here: its end of text, at which CTranslate2
     stops, and what stands behind that in a Whisper's vocabulary, since CTranslate2 reads a prompt
     with one of these in another way.

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from .request import NotSupportedError, Request, TokenIds
+from .request import NEW_TOKENS, NotSupportedError, Request, TokenIds
 
 
 class Adapter:
@@ -25,32 +25,32 @@ class Adapter:
             max_logprobs=-1,
         )
 
-    def generate(self, prompts: TokenIds, new_tokens: int) -> TokenIds:
+    def generate(self, prompts: list[TokenIds]) -> list[TokenIds]:
         """The greedy tokens after each prompt, all prompts at once.
 
         Raises:
             NotSupportedError: its attention has no kernel for this head_dim.
         """
         try:
-            return [list(each.token_ids) for each in self._complete(prompts, new_tokens)]
+            return [list(each.token_ids) for each in self._complete(prompts, NEW_TOKENS)]
         except RuntimeError as problem:
             if "Unsupported CPU attention configuration: head_dim" in str(problem):
                 raise NotSupportedError(f"it says: {problem}") from None
             raise
 
-    def logits(self, sequence: list[int], positions: list[int]) -> Any:
-        """The logits [positions, vocabulary] that choose the token after each of a sequence."""
+    def logits(self, prompt: TokenIds, written: TokenIds) -> Any:
+        """The logits [1 + written, vocabulary] that choose the tokens after a prompt."""
         import numpy as np
 
         rows = []
-        for position in positions:  # one by one: a vocabulary of Python objects is large
-            (made,) = self._complete([sequence[: position + 1]], 1, logprobs=-1)
+        for count in range(1 + len(written)):  # one by one: a vocabulary of objects is large
+            (made,) = self._complete([prompt + written[:count]], 1, logprobs=-1)
             row = made.logprobs[0]
             rows.append([row[token].logprob for token in range(len(row))])
         return np.array(rows, np.float32)
 
     def _complete(
-        self, prompts: TokenIds, new_tokens: int, logprobs: int | None = None
+        self, prompts: list[TokenIds], new_tokens: int, logprobs: int | None = None
     ) -> list[Any]:
         from vllm import SamplingParams
 

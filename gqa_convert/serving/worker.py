@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .request import NEW_TOKENS, AbsentError, NotSupportedError, Request, TokenIds
+from .request import AbsentError, NotSupportedError, Request, TokenIds
 
 
 def run(
@@ -86,12 +86,12 @@ class Outcome:
         status: ok, failed, not supported or skipped.
         detail: the reason, if it is not ok.
         tokens: decoded greedily after each prompt.
-        logits: of each sequence, float32 [positions, vocabulary].
+        logits: that choose the tokens after each prompt, float32 [tokens, vocabulary].
     """
 
     status: str
     detail: str = ""
-    tokens: TokenIds = field(default_factory=list)
+    tokens: list[TokenIds] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
 
 
@@ -127,10 +127,8 @@ def main() -> None:
     try:
         request = Request(**json.loads(Path("request.json").read_bytes()))
         adapter = import_module(sys.argv[1]).Adapter(request)
-        tokens = adapter.generate(request.prompts, NEW_TOKENS)
-        logits = []
-        for prompt, sequence in zip(request.prompts, request.sequences, strict=True):
-            logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
+        tokens = adapter.generate(request.prompts)
+        logits = list(map(adapter.logits, request.prompts, request.written))
         import numpy as np
 
         np.savez("logits.npz", *logits)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.serving.request import AbsentError, NotSupportedError, Request
+from gqa_convert.serving.request import NEW_TOKENS, AbsentError, NotSupportedError, Request
 
 TOKENS: dict[str, Any] = {
     "token": lambda tokens: tokens[-1].__setitem__(-1, tokens[-1][-1] ^ 1),
@@ -65,8 +65,9 @@ class Adapter:
         TOKENS.get(self._mode, list)(self._tokens)
         return self._tokens
 
-    def logits(self, sequence: list[int], positions: list[int]) -> Any:
-        assert len(sequence) > max(positions)
+    def logits(self, prompt: list[int], written: list[int]) -> Any:
+        assert len(prompt) > 0
+        assert len(written) == NEW_TOKENS - 1
         rows = self._logits.pop(0)
         if self._mode == "fewer rows":
             return rows[1:]

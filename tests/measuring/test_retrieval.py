@@ -2,6 +2,7 @@
 find.
 """
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,25 @@ class Copying:
 
 
 def answer(expected: str, written: str, length: int = 512, text: int = 0) -> Question:
-    return Question("needles", length, text, 0, 0.5, [], expected, written)
+    return Question("needles", length, text, [], expected, written)
+
+
+def depth(tokenizer: Any, question: Question) -> float:
+    """What share of a prompt stands before the fact."""
+    prompt = tokenizer.decode(question.prompt)
+    return float(prompt.index(question.answer) / len(prompt))
+
+
+def asked_by(kind: str, ending: str) -> list[str]:
+    """The wordings with which a prompt may end so."""
+    found = []
+    for wording in WORDINGS[kind]:
+        parts = map(
+            re.escape, re.split(r"{\w+}", wording.ask.replace("{{", "{").replace("}}", "}"))
+        )
+        if re.search(r"\S+".join(parts) + r"\Z", ending):
+            found.append(wording.ask)
+    return found
 
 
 @pytest.mark.parametrize("length", [512, 777, 1300])
@@ -81,13 +100,10 @@ def test_prompts_have_their_length_and_contain_each_answer_once(length: int) -> 
             assert prompt.count(question.answer) == 1
             assert question.answer not in tokenizer.decode(question.prompt[text.shared :])
             assert len(tokenizer(" " + question.answer)["input_ids"]) < text.room
-            place = prompt.index(question.answer) / len(prompt)
-            assert abs(place - question.depth) < 0.35, (
-                "facts take room that shares of the prose do not count"
-            )
-            wordings.add((question.kind, question.wording))
-            depths.append(place)
-    assert wordings == {(kind, number) for kind in KINDS for number in range(len(WORDINGS[kind]))}
+            depths.append(depth(tokenizer, question))
+            ending = tokenizer.decode(question.prompt[text.shared :])
+            wordings.update((question.kind, words) for words in asked_by(question.kind, ending))
+    assert wordings == {(kind, each.ask) for kind in KINDS for each in WORDINGS[kind]}
     assert min(depths) < 0.2
     assert max(depths) > 0.8
 
@@ -130,7 +146,7 @@ def test_a_model_that_copies_finds_what_it_sees() -> None:
     assert all(share is not None and share > 0.9 for share in found.values()), found
     near = ask(Copying(250), tokenizer, [600], questions=6)
     late, early = (
-        share_found([each for each in near if (each.depth > 0.5) == end]).value
+        share_found([each for each in near if (depth(tokenizer, each) > 0.5) == end]).value
         for end in (True, False)
     )
     assert (late or 0.0) > (early or 0.0) + 0.5

@@ -44,15 +44,13 @@ def make_result(case: str, folder: Path, kv_heads: int | list[int]) -> Path:
 def compared(out: Path) -> dict[str, Any]:
     """What is said of the adapter, which works in this process and in the working directory."""
     prompts, reference = ask_transformers(out)
-    sequences = [prompt + made[:-1] for prompt, made in zip(prompts, reference.tokens, strict=True)]
+    written = [made[:-1] for made in reference.tokens]
     request = Request(
-        folder=str(out), context=400, run_code=False, prompts=prompts, sequences=sequences
+        folder=str(out), context=400, run_code=False, prompts=prompts, written=written
     )
     adapter = Adapter(request)
-    logits = []
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        logits.append(adapter.logits(sequence, list(range(len(prompt) - 1, len(sequence)))))
-    tokens = adapter.generate(prompts, NEW_TOKENS)
+    logits = list(map(adapter.logits, prompts, written))
+    tokens = adapter.generate(prompts)
     return compare(reference, Outcome(OK, tokens=tokens, logits=logits), prompts)
 
 

@@ -12,7 +12,7 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,9 @@ KINDS = ("needles", "records", "tables", "copying")
 PER_TEXT = 2
 """Questions of each kind that are asked about one text."""
 
+TokenIds = list[int]
+_NO_PROSE = re.compile(r"^[ *=.-]|:\Z", re.MULTILINE)
+"""Matches paragraphs of lists, programs and headings, and those that introduce one."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _CHARACTERS = range(40, 400)
 """Of a sentence of the manual; shorter ones are headings and fragments."""
@@ -51,8 +54,6 @@ class Question:
         kind: one of KINDS.
         length: tokens of the prompt with the room for its answer.
         text: number of the text among those of its length.
-        wording: its number among the wordings of the kind.
-        depth: share of the text that stands before the fact.
         prompt: token ids.
         answer: how a right continuation begins.
         written: the continuation of a model.
@@ -61,9 +62,7 @@ class Question:
     kind: str
     length: int
     text: int
-    wording: int
-    depth: float
-    prompt: list[int]
+    prompt: TokenIds
     answer: str
     written: str = ""
 
@@ -93,14 +92,12 @@ class RetrievalText(NamedTuple):
 
 class _Facts(NamedTuple):
     """A piece of a text that states facts, and the unfinished questions about them: the end of the
-    prompt, and the answer; at last also the share of the prose that stands before it.
+    prompt, and the answer.
     """
 
     kind: str
-    wording: int
     text: str
     asked: list[tuple[str, str]]
-    depth: float = 0.0
 
 
 @cache
@@ -112,19 +109,16 @@ def filler() -> list[str]:
 
     words = "|".join(_WORDS["word"] + _WORDS["name"])
     drawn = re.compile(rf"\d|\b({words})\b", re.IGNORECASE)
-    found: list[str] = []
+    sentences: dict[str, None] = {}  # topics share passages
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
-            lines = paragraph.split("\n")
-            is_prose = not any(line.startswith((" ", "*", "-", "=", ".")) for line in lines)
-            if is_prose and not paragraph.endswith(":"):
-                found += _SENTENCE.split(" ".join(lines))
-    sentences = []
-    for each in dict.fromkeys(found):  # topics share passages
-        is_sentence = len(each) in _CHARACTERS and each[-1] in ".!?"
-        if is_sentence and not drawn.search(each):
-            sentences.append(each)
-    return sentences
+            if _NO_PROSE.search(paragraph):
+                continue
+            for each in _SENTENCE.split(paragraph.replace("\n", " ")):
+                is_sentence = len(each) in _CHARACTERS and each[-1] in ".!?"
+                if is_sentence and not drawn.search(each):
+                    sentences[each] = None
+    return list(sentences)
 
 
 def make_text(tokenizer: Any, length: int, number: int) -> RetrievalText:
@@ -139,45 +133,47 @@ def make_text(tokenizer: Any, length: int, number: int) -> RetrievalText:
     Raises:
         OptionError: the facts and a question take more tokens.
     """
-    # facts, and where they stand
+    # facts, and what share of the prose stands before each
     chance = random.Random(f"0 {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
+    stated = []
     for place, fact in enumerate(facts):
-        facts[place] = fact._replace(depth=(place + chance.random()) / len(facts))
+        # all but needles stand in paragraphs of their own
+        text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
+        stated.append(((place + chance.random()) / len(facts), text))
     first = chance.randrange(len(filler()))
 
-    # the questions, each with the end of its prompt
-    asked = []
+    # the end of each prompt
+    ends = []
     room = 0
     for fact in facts:
         for ending, answer in fact.asked:
-            end = _encode(tokenizer, ending)
-            question = Question(fact.kind, length, number, fact.wording, fact.depth, end, answer)
-            asked.append(question)
+            ends.append((fact.kind, _encode(tokenizer, ending), answer))
             room = max(room, 1 + len(_encode(tokenizer, f" {answer}")))
 
     # what stands before it; more prose fills shorter ends, so that all prompts have one length
-    longest = max(len(each.prompt) for each in asked)
-    shared = _fill(tokenizer, facts, first, length - room - longest)
+    longest = max(len(end) for _, end, _ in ends)
+    shared = _fill(tokenizer, stated, first, length - room - longest)
     more = _sentences(first + len(filler()) // 2, 3)
     padding = _encode(tokenizer, " ".join(["", *more]))
     questions = []
-    for each in asked:
-        prompt = shared + padding[: longest - len(each.prompt)] + each.prompt
-        questions.append(replace(each, prompt=prompt))
+    for kind, end, answer in ends:
+        prompt = shared + padding[: longest - len(end)] + end
+        questions.append(Question(kind, length, number, prompt, answer))
     return RetrievalText(questions, len(shared), room)
 
 
 def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
     """Facts of all kinds, of which none has a part in common with another."""
-    pools = {name: _drawn(chance, words) for name, words in _WORDS.items()}
-    pools["number"] = _drawn(chance, range(10_000, 100_000))
+    stocks: dict[str, Sequence[Any]] = _WORDS | {"number": range(10_000, 100_000)}
+    pools = {}
+    for name, stock in stocks.items():
+        pools[name] = iter(chance.sample(stock, min(len(stock), 100)))
     for place, kind in enumerate(KINDS):
         wordings = WORDINGS[kind]
         for each in range(PER_TEXT):
-            chosen = (number + number // len(wordings) * place + each) % len(wordings)
-            wording = wordings[chosen]
+            wording = wordings[(number + number // len(wordings) * place + each) % len(wordings)]
             lines = wording.head.splitlines()
             asked = []
             for _ in range(wording.lines):
@@ -186,21 +182,17 @@ def _draw_facts(chance: random.Random, number: int) -> Iterator[_Facts]:
                 lines.append(wording.line.format(**drawn))
                 asked.append(("\n\n" + wording.ask.format(**drawn), wording.answer.format(**drawn)))
             asked = chance.sample(asked, min(PER_TEXT, wording.lines))
-            yield _Facts(kind, chosen, "\n".join(lines), asked)
+            yield _Facts(kind, "\n".join(lines), asked)
             if len(asked) == PER_TEXT:
                 break
 
 
-def _drawn(chance: random.Random, words: Sequence[Any]) -> Iterator[Any]:
-    return iter(chance.sample(words, min(len(words), 100)))
-
-
-def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> list[int]:
+def _fill(tokenizer: Any, stated: Sequence[tuple[float, str]], first: int, size: int) -> TokenIds:
     """The tokens of facts with prose around them.
 
     Args:
         tokenizer: a transformers tokenizer.
-        facts: what to state, in order.
+        stated: what share of the prose stands before each fact, rising, and the fact.
         first: the sentence behind the prose.
         size: tokens to return, the one that begins a text included: the beginning of the first
             sentence is cut off.
@@ -211,8 +203,15 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
     begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     sentences: list[str] = []
     size -= len(begin)
-    while len(ids := _encode(tokenizer, _assemble(facts, sentences))) < size:
-        # so few that only the first sentence is cut
+    while True:
+        # no fact comes first
+        parts = list(sentences)
+        for depth, text in reversed(stated):
+            parts.insert(1 + int(depth * len(sentences)), text)
+        ids = _encode(tokenizer, re.sub(r" *\n\n\s*", "\n\n", " ".join(parts)))
+        if len(ids) >= size:
+            break
+        # so few more that only the first sentence is cut
         few = max(1, (size - len(ids)) // _CHARACTERS.stop)
         sentences = _sentences(first - len(sentences) - few, few) + sentences
     if not sentences:
@@ -222,22 +221,11 @@ def _fill(tokenizer: Any, facts: Sequence[_Facts], first: int, size: int) -> lis
     return begin + ids[len(ids) - size :]
 
 
-def _assemble(facts: Sequence[_Facts], sentences: Sequence[str]) -> str:
-    """Prose with facts in it, of which none comes first; all but needles stand in paragraphs of
-    their own.
-    """
-    parts = list(sentences)
-    for fact in reversed(facts):
-        text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
-        parts.insert(1 + int(fact.depth * len(sentences)), text)
-    return re.sub(r" *\n\n\s*", "\n\n", " ".join(parts))
-
-
 def _sentences(first: int, count: int) -> list[str]:
     """Sentences of the filler from one on, behind whose last the first follows."""
     known = filler()
     return [known[number % len(known)] for number in range(first, first + count)]
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, text: str) -> TokenIds:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
