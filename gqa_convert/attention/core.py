@@ -113,10 +113,10 @@ def _checked(
         raise OptionError(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one type"
         )
-    heads, groups = query.shape[1], key.shape[1]
-    if not groups or heads % groups:
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not kv_heads or heads % kv_heads:
         raise GroupsError(
-            f"{heads} query heads cannot share {groups} key/value heads: give a divisor of {heads}"
+            f"{heads} query heads cannot share {kv_heads} K/V heads: give a divisor of {heads}"
         )
     return split_mask(mask, bias, (*query.shape[:3], key.shape[2]))
 
@@ -148,11 +148,11 @@ def _packed(
     N, R * q, c].
     """
     batch, heads, queries, head_dim = query.shape
-    groups = key.shape[1]
-    ratio = heads // groups
-    query = query.reshape(batch, groups, ratio * queries, head_dim)
+    kv_heads = key.shape[1]
+    ratio = heads // kv_heads
+    query = query.reshape(batch, kv_heads, ratio * queries, head_dim)
     if attn_mask is not None:  # [b|1, H|1, q|1, k] -> [b|1, N|1, R * q, k]
-        sizes = (1, 1) if attn_mask.shape[1] == 1 else (groups, ratio)
+        sizes = (1, 1) if attn_mask.shape[1] == 1 else (kv_heads, ratio)
         attn_mask = attn_mask.unflatten(1, sizes).expand(-1, -1, ratio, queries, -1).flatten(2, 3)
     out = scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
     return out.reshape(batch, heads, queries, value.shape[3])

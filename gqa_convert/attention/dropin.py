@@ -1,8 +1,7 @@
 """Grouped-query attention with the calling convention of nn.MultiheadAttention, for models built
 from torch's layers.
 
-Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N groups (key/value heads), c
-head_dim.
+Shape legend: b batch, q queries, k keys, d embed_dim, H query heads, N K/V heads, c head_dim.
 """
 
 import copy
@@ -35,7 +34,7 @@ class _NoPackedWeight:
 
 
 class GroupedMultiheadAttention(GroupedProjections):
-    """nn.MultiheadAttention whose query heads share `groups` key/value heads. Arguments, masks and
+    """nn.MultiheadAttention whose query heads share `num_kv_heads` K/V heads. Arguments, masks and
     results are the same.
 
     It replaces nn.MultiheadAttention in nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and
@@ -54,7 +53,7 @@ class GroupedMultiheadAttention(GroupedProjections):
         batch_first: inputs and outputs are [b, q, d], otherwise [q, b, d].
         device: of the parameters.
         dtype: of the parameters.
-        groups: N, a divisor of H; by default H.
+        num_kv_heads: N, a divisor of H; by default H.
 
     Raises:
         GroupsError: N does not divide H.
@@ -82,7 +81,7 @@ class GroupedMultiheadAttention(GroupedProjections):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        groups: int | None = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise OptionError(
@@ -92,7 +91,7 @@ class GroupedMultiheadAttention(GroupedProjections):
         super().__init__(
             embed_dim,
             num_heads,
-            groups,
+            num_kv_heads,
             kdim=kdim,
             vdim=embed_dim if vdim is None else vdim,
             bias=bias,
@@ -105,7 +104,7 @@ class GroupedMultiheadAttention(GroupedProjections):
 
     def _reset_parameters(self) -> None:
         """Draw weights from the distribution of nn.MultiheadAttention, whatever the number of
-        groups.
+        K/V heads.
         """
         packed = 3 if self.kdim == self.vdim == self.embed_dim else 1
         for name, projection in self.named_children():
@@ -194,13 +193,13 @@ class GroupedMultiheadAttention(GroupedProjections):
         return result if self.batch_first else result.transpose(0, 1), weights
 
 
-def convert_module(model: nn.Module, groups: int) -> nn.Module:
+def convert_module(model: nn.Module, num_kv_heads: int) -> nn.Module:
     """A copy of a model with GroupedMultiheadAttention in place of every nn.MultiheadAttention, and
     its heads merged into their means.
 
     Args:
         model: any module, such as nn.TransformerDecoder or nn.Transformer, which is not changed.
-        groups: N, a divisor of the heads of every attention.
+        num_kv_heads: N, a divisor of the heads of every attention.
 
     Returns:
         The copy, which needs further training if N is less than the number of heads.
@@ -214,7 +213,7 @@ def convert_module(model: nn.Module, groups: int) -> nn.Module:
     for name, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention):
             try:
-                replaced[id(part)] = GroupedMultiheadAttention.from_multihead(part, groups)
+                replaced[id(part)] = GroupedMultiheadAttention.from_multihead(part, num_kv_heads)
             except GQAConvertError as error:
                 raise type(error)(f"{name or 'the model'}: {error}") from None
     if not replaced:
@@ -280,12 +279,12 @@ def _attention_and_weights(
         The outputs [b, H, q, c], and the weights [b, H, q, k] by which the values were summed. Both
         are zeros for a query that sees no key.
     """
-    dtype, (batch, groups, keys, _) = query.dtype, key.shape
+    dtype, (batch, kv_heads, keys, _) = query.dtype, key.shape
     wide = torch.promote_types(dtype, torch.float32)
     query, key, value = (each.to(wide) for each in (query, key, value))
     mask, bias = masks
     # a unit matrix in place of the values is weighted to the weights themselves
-    units = torch.eye(keys, dtype=wide, device=key.device).expand(batch, groups, keys, keys)
+    units = torch.eye(keys, dtype=wide, device=key.device).expand(batch, kv_heads, keys, keys)
     weights = grouped_query_attention(query, key, units, mask=mask, bias=bias, dropout=dropout)
-    out = weights @ value.repeat_interleave(query.shape[1] // groups, dim=1)
+    out = weights @ value.repeat_interleave(query.shape[1] // kv_heads, dim=1)
     return out.to(dtype), weights.to(dtype)

@@ -1,7 +1,7 @@
 """A grouped-query attention layer.
 
 Shape legend: b batch, q queries, k keys (those cached, then the new ones), n keys cached, d
-embed_dim, H query heads, N groups (key/value heads), c head_dim.
+embed_dim, H query heads, N K/V heads, c head_dim.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class GroupedQueryAttention(GroupedProjections):
     Args:
         embed_dim: d, the features of inputs and outputs.
         num_heads: H.
-        groups: N, a divisor of H; by default H.
+        num_kv_heads: N, a divisor of H; by default H.
         scale: factor of the scores; by default 1 / sqrt(c), and 1.0 for none, as in T5.
         causal: a query sees no later key.
         rotary: rotary position embedding of queries and keys.
@@ -75,14 +75,14 @@ class GroupedQueryAttention(GroupedProjections):
         self,
         embed_dim: int,
         num_heads: int,
-        groups: int | None = None,
+        num_kv_heads: int | None = None,
         *,
         scale: float | None = None,
         causal: bool = False,
         rotary: Rotary | None = None,
         **projections: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, groups, **projections)
+        super().__init__(embed_dim, num_heads, num_kv_heads, **projections)
         self.scale, self.causal, self.rotary = scale, causal, rotary
         if {self.kdim, self.vdim} != {self.embed_dim}:
             raise OptionError(

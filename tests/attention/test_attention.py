@@ -1,7 +1,7 @@
 """Grouped-query attention against other people's implementations and against itself in other forms.
 
-Sizes: 12 heads to 3 and 4 groups, and a head width that is not width / heads, so that no two counts
-    coincide.
+Sizes: 12 heads to 3 and 4 K/V heads, and a head width that is not width / heads, so that no two
+    counts coincide.
 """
 
 import re
@@ -31,11 +31,11 @@ EMBED_DIM, HEADS, HEAD_DIM = 36, 12, 6
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
 
-def layer(groups: int = 3, **options: Any) -> GroupedQueryAttention:
+def layer(num_kv_heads: int = 3, **options: Any) -> GroupedQueryAttention:
     return GroupedQueryAttention(
         EMBED_DIM,
         HEADS,
-        groups,
+        num_kv_heads,
         **{"head_dim": HEAD_DIM, "dtype": torch.float64, "bias": True} | options,
     )
 
@@ -51,7 +51,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
 @given(st.data())
 def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    heads, groups = data.draw(
+    heads, num_kv_heads = data.draw(
         st.sampled_from([(12, 3), (12, 4), (12, 1), (12, 12), (6, 2), (1, 1)])
     )
     batch, keys = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
@@ -60,7 +60,7 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     width, vdim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     vdim = data.draw(st.sampled_from([width, vdim]))
     query = numbers(batch, heads, queries, width)
-    key, value = numbers(batch, groups, keys, width), numbers(batch, groups, keys, vdim)
+    key, value = numbers(batch, num_kv_heads, keys, width), numbers(batch, num_kv_heads, keys, vdim)
     axis = lambda size: data.draw(st.sampled_from([1, size]))  # noqa: E731
     mask = data.draw(
         st.sampled_from([None, torch.rand(axis(batch), axis(heads), axis(queries), keys) < 0.6])
@@ -82,26 +82,26 @@ def test_the_function_equals_attention_written_out(data: st.DataObject) -> None:
     )
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4, 12])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 4, 12])
 @pytest.mark.parametrize("queries", [1, 5, 30])
 def test_no_key_or_value_is_repeated(
-    groups: int, queries: int, monkeypatch: pytest.MonkeyPatch
+    num_kv_heads: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, seen = core.scaled_dot_product_attention, []
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         seen.append((key.shape[1], key.data_ptr(), value.data_ptr()))
-        assert options.get("enable_gqa", False) == (query.shape[1] != groups)
+        assert options.get("enable_gqa", False) == (query.shape[1] != num_kv_heads)
         return kernel(query, key, value, **options)
 
     monkeypatch.setattr(core, "scaled_dot_product_attention", spy)
     query, key, value = (
         numbers(2, 12, queries, 8),
-        numbers(2, groups, 30, 8),
-        numbers(2, groups, 30, 8),
+        numbers(2, num_kv_heads, 30, 8),
+        numbers(2, num_kv_heads, 30, 8),
     )
     grouped_query_attention(query, key, value, causal=True)
-    assert seen == [(groups, key.data_ptr(), value.data_ptr())]
+    assert seen == [(num_kv_heads, key.data_ptr(), value.data_ptr())]
 
 
 @pytest.mark.parametrize("trained", ["dropout", "bias"])
@@ -126,16 +126,16 @@ def test_in_training_heads_are_packed_on_a_cpu(
 
 
 @pytest.mark.parametrize("short", [0, 64])
-@pytest.mark.parametrize("groups", [1, 3, 4, 12])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 4, 12])
 @pytest.mark.parametrize("queries", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_packed_or_not_the_function_computes_the_same(
-    short: int, groups: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    short: int, num_kv_heads: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "SHORT", short)
     given = [
         numbers(1, heads, length, 8).to(dtype)
-        for heads, length in ((12, queries), (groups, 50), (groups, 50))
+        for heads, length in ((12, queries), (num_kv_heads, 50), (num_kv_heads, 50))
     ]
     query, key, value = (tensor.clone().requires_grad_() for tensor in given)
     exact = [tensor.double().requires_grad_() for tensor in given]
@@ -259,19 +259,19 @@ def test_what_does_not_fit_is_refused(
 # The layer
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4, 12])
-def test_the_layer_equals_eager_attention_of_transformers(groups: int) -> None:
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 4, 12])
+def test_the_layer_equals_eager_attention_of_transformers(num_kv_heads: int) -> None:
     config = LlamaConfig(
         hidden_size=EMBED_DIM,
         num_attention_heads=HEADS,
-        num_key_value_heads=groups,
+        num_key_value_heads=num_kv_heads,
         head_dim=8,
         attention_bias=True,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )
     config._attn_implementation = "eager"
     theirs = LlamaAttention(config, 0).double()
-    ours = layer(groups, head_dim=8, causal=True, rotary=Rotary(500.0))
+    ours = layer(num_kv_heads, head_dim=8, causal=True, rotary=Rotary(500.0))
     ours.load_state_dict(
         {name.replace("o_proj", "out_proj"): tensor for name, tensor in theirs.state_dict().items()}
     )

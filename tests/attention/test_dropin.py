@@ -1,8 +1,8 @@
 """GroupedMultiheadAttention against nn.MultiheadAttention: alone, and inside torch's own
 Transformer modules.
 
-With fewer groups than heads, the reference is nn.MultiheadAttention whose key and value heads are
-those of their group, repeated.
+With fewer K/V heads than query heads, the reference is nn.MultiheadAttention whose key and value
+heads are those of their group, repeated.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.helpers.checkpoints import refused
 from tests.helpers.selection import slow_but
 
 EMBED_DIM, HEADS, BATCH, QUERIES, KEYS = 24, 6, 3, 5, 7
-GROUPS = [1, 2, 6]
+KV_HEADS = [1, 2, 6]
 
 
 def shaken(module: Any) -> Any:
@@ -33,7 +33,7 @@ def shaken(module: Any) -> Any:
     return module
 
 
-def repeated(model: nn.Module, groups: int) -> nn.Module:
+def repeated(model: nn.Module, num_kv_heads: int) -> nn.Module:
     """The model with each key and value head of nn.MultiheadAttention replaced by the mean of its
     group.
     """
@@ -47,19 +47,22 @@ def repeated(model: nn.Module, groups: int) -> nn.Module:
             rows = [*rows, *(() if part.in_proj_bias is None else part.in_proj_bias.chunk(3)[1:])]
             for tensor in rows:
                 heads = tensor.detach().clone().split(EMBED_DIM // HEADS)
-                size = HEADS // groups
+                size = HEADS // num_kv_heads
                 merged = [
-                    sum(heads[group * size : (group + 1) * size]) / size for group in range(groups)
+                    sum(heads[group * size : (group + 1) * size]) / size
+                    for group in range(num_kv_heads)
                 ]
                 tensor.data.copy_(torch.cat([merged[head // size] for head in range(HEADS)]))
     return model
 
 
-def pair(groups: int, **options: Any) -> tuple[GroupedMultiheadAttention, nn.MultiheadAttention]:
+def pair(
+    num_kv_heads: int, **options: Any
+) -> tuple[GroupedMultiheadAttention, nn.MultiheadAttention]:
     source = shaken(nn.MultiheadAttention(EMBED_DIM, HEADS, dtype=torch.float64, **options))
-    reference = repeated(source, groups)
+    reference = repeated(source, num_kv_heads)
     assert isinstance(reference, nn.MultiheadAttention)
-    return GroupedMultiheadAttention.from_multihead(source, groups), reference
+    return GroupedMultiheadAttention.from_multihead(source, num_kv_heads), reference
 
 
 def hidden(*shape: int) -> Tensor:
@@ -93,14 +96,14 @@ def mode(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param == "train"
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
 @pytest.mark.parametrize("layout", ["batch first", "length first", "unbatched"])
 @pytest.mark.parametrize("kind", ["self", "cross", "widths", "no bias"])
 def test_arguments_and_results_are_those_of_multihead_attention(
-    groups: int, layout: str, kind: str, mode: bool
+    num_kv_heads: int, layout: str, kind: str, mode: bool
 ) -> None:
     options = {"widths": {"kdim": 10, "vdim": 14}, "no bias": {"bias": False}}.get(kind, {})
-    ours, theirs = pair(groups, batch_first=layout == "batch first", **options)
+    ours, theirs = pair(num_kv_heads, batch_first=layout == "batch first", **options)
     ours.train(mode)
     theirs.train(mode)
     query = numbers(BATCH, QUERIES, EMBED_DIM)
@@ -134,10 +137,10 @@ def test_arguments_and_results_are_those_of_multihead_attention(
         assert_same(ours(query, key, value, **given), theirs(query, key, value, **given))
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
 @pytest.mark.parametrize("queries", [1, QUERIES, KEYS, 60])
-def test_a_causal_hint_gives_what_it_gives_there(groups: int, queries: int) -> None:
-    ours, theirs = pair(groups, batch_first=True)
+def test_a_causal_hint_gives_what_it_gives_there(num_kv_heads: int, queries: int) -> None:
+    ours, theirs = pair(num_kv_heads, batch_first=True)
     query, key = numbers(BATCH, queries, EMBED_DIM), numbers(BATCH, KEYS, EMBED_DIM)
     mask = torch.ones(queries, KEYS, dtype=torch.bool).triu(1)
     for given, padding, need in itertools.product(
@@ -203,16 +206,16 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
     )
 
 
-def converted(model: nn.Module, groups: int, mode: bool) -> tuple[nn.Module, nn.Module]:
+def converted(model: nn.Module, num_kv_heads: int, mode: bool) -> tuple[nn.Module, nn.Module]:
     """The model with grouped-query attention, and its reference."""
     shaken(model).train(mode)
-    made = convert_module(model, groups)
+    made = convert_module(model, num_kv_heads)
     assert not any(isinstance(part, nn.MultiheadAttention) for part in made.modules())
     assert any(
-        isinstance(part, GroupedMultiheadAttention) and part.groups == groups
+        isinstance(part, GroupedMultiheadAttention) and part.num_kv_heads == num_kv_heads
         for part in made.modules()
     )
-    return made, repeated(model, groups)
+    return made, repeated(model, num_kv_heads)
 
 
 def turned(tensor: Tensor, batch_first: bool) -> Tensor:
@@ -224,14 +227,14 @@ def left_aligned(*shape: int) -> Tensor:
     return torch.arange(shape[1]) >= torch.randint(2, shape[1], (shape[0], 1))
 
 
-@pytest.mark.parametrize("groups", slow_but((2, 6), GROUPS))
+@pytest.mark.parametrize("num_kv_heads", slow_but((2, 6), KV_HEADS))
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}]
 )
 def test_encoders_compute_the_same(
-    groups: int,
+    num_kv_heads: int,
     batch_first: bool,
     stacked: bool,
     options: dict[str, Any],
@@ -244,7 +247,7 @@ def test_encoders_compute_the_same(
         if stacked
         else layer
     )
-    ours, theirs = converted(model, groups, mode)
+    ours, theirs = converted(model, num_kv_heads, mode)
     source = turned(numbers(BATCH, KEYS, EMBED_DIM), batch_first)
     causal = nn.Transformer.generate_square_subsequent_mask(KEYS, dtype=torch.float64)
     name = "mask" if stacked else "src_mask"
@@ -280,13 +283,15 @@ def test_encoders_compute_the_same(
         torch.testing.assert_close(ours(one, **masks), theirs(one, **masks), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, mode: bool) -> None:
+def test_whole_transformers_compute_the_same(
+    num_kv_heads: int, batch_first: bool, mode: bool
+) -> None:
     model = nn.Transformer(
         EMBED_DIM, HEADS, 2, 2, 20, dropout=0.0, batch_first=batch_first, dtype=torch.float64
     )
-    ours, theirs = converted(model, groups, mode)
+    ours, theirs = converted(model, num_kv_heads, mode)
     source, target = (
         turned(numbers(BATCH, length, EMBED_DIM), batch_first) for length in (KEYS, QUERIES)
     )
@@ -337,7 +342,7 @@ def test_whole_transformers_compute_the_same(groups: int, batch_first: bool, mod
 def test_inputs_that_do_not_fit_are_refused(
     query: Any, memory: Any, name: str, mask: Any, message: str
 ) -> None:
-    module = GroupedMultiheadAttention(EMBED_DIM, HEADS, groups=2, batch_first=True)
+    module = GroupedMultiheadAttention(EMBED_DIM, HEADS, num_kv_heads=2, batch_first=True)
     with refused(OptionError, message):
         module(torch.zeros(query), torch.zeros(memory), torch.zeros(memory), **{name: mask})
 
