@@ -6,6 +6,8 @@ not pass here.
 """
 
 import filecmp
+import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import load_tokenizer, read_object
 from gqa_convert.publishing.ownership import hash_file
 from gqa_convert.verify.config import compare_json, in_json
-from gqa_convert.verify.inputs import CONFIG, INDEX, PROVENANCE, Inputs, JsonObject, Weights
+from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject, Weights
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 
@@ -32,6 +34,9 @@ _PROSE = "*.md README.md.old* *.png *.svg *.jpg *.pdf"
 _TERMS = "LICEN[CS]E* NOTICE* COPYING* USE_POLICY*"
 """Files that nobody may take away or change; a user may add some."""
 
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
 _TOKENIZER = "tokenizer.json tokenizer_config.json vocab.* merges.txt *.model *.spm *.tiktoken"
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
 _FIRST = 1000
@@ -42,18 +47,24 @@ def open_result(folder: Path) -> tuple[Weights, str]:
     """OUT's tensors: it holds one set of safetensors files that agrees with its index, and no other
     weights.
     """
-    out = Weights(folder)
-    if not out.files[0].endswith(".safetensors"):
-        raise Failure(f"the weights are in {out.chosen}, expected safetensors files")
-    for name in _list_files(folder):
-        if _is_weights(name) and name not in (*out.files, out.chosen):
-            raise Failure(
-                f"{name} lies beside the weights in {out.chosen}: software may load it instead"
-            )
-    if out.weight_map is not None:
-        compare_json(INDEX, out.weight_map, out.file_of)
-    size = sum((folder / file).stat().st_size for file in out.files)
-    return out, f"{len(out.files)} weight file(s), {size:,} bytes"
+    present = {name for name in _list_files(folder) if _is_weights(name)}
+    weight_map = None
+    expected = files = [_SINGLE]
+    if _SINGLE not in present:
+        if _INDEX not in present:
+            raise Failure(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        files = sorted({Path(file).name for file in weight_map.values()})
+        expected = [*files, _INDEX]
+    if missing := set(expected) - present:
+        raise Failure(f"{min(missing)} is missing, although {_INDEX} names it")
+    if others := present.difference(expected):
+        raise Failure(f"{min(others)} lies beside the weights: software may load it instead")
+    out = Weights(folder, files, Failure)
+    if weight_map is not None:
+        compare_json(_INDEX, weight_map, out.file_of)
+    size = sum((folder / file).stat().st_size for file in files)
+    return out, f"{len(files)} weight file(s), {size:,} bytes"
 
 
 def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
@@ -76,10 +87,17 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     if extra := {name for name in ours - theirs if not _is_term(name)}:
         raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
     for name in sorted(theirs):
-        is_same = filecmp.cmp(out / name, source / name, shallow=False)
-        if name == "tokenizer_config.json":
-            is_same = is_same or _is_renamed_tokenizer(out / name, source / name)
-        if not is_same:
+        if filecmp.cmp(out / name, source / name, shallow=False):
+            continue
+        # earlier releases of transformers have another name for a class
+        stated = read_object(source / name)
+        renamed = in_json(stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        is_new = stated.get("tokenizer_class") == "TokenizersBackend"
+        if (
+            name != "tokenizer_config.json"
+            or not is_new
+            or in_json(read_object(out / name)) != renamed
+        ):
             raise Failure(f"{name} differs from SOURCE's")
     return f"{len(theirs)} file(s), byte for byte"
 
@@ -96,15 +114,13 @@ def check_hashes(inputs: Inputs, result: Result | None) -> str:
     if claims["result"] is None and not (result and result.folds):
         return "none were recorded; the checks on tensors compare every bit"
     stated = {name: file["sha256"] for name, file in claims["result"]["files"].items()}
-    for name in sorted(stated.keys() | {path.name for path in out.glob("*.safetensors")}):
-        if name not in stated:
-            raise Failure(f"{PROVENANCE} has no hash of {name}")
-        found = hash_file(out / name)["sha256"]
-        if found != stated[name]:
-            raise Failure(
-                f"{name} has SHA-256 {found}, expected {stated[name]}: it has changed since it was "
-                "written"
-            )
+    found = {path.name: hash_file(path)["sha256"] for path in out.glob("*.safetensors")}
+    if changed := found.items() ^ stated.items():
+        name = min(dict(changed))
+        raise Failure(
+            f"{name} has SHA-256 {found.get(name)}, recorded is {stated.get(name)}: it has changed "
+            "since it was written"
+        )
     return f"{len(stated)} weight file(s) as they were written"
 
 
@@ -120,12 +136,10 @@ def check_tokenizer(inputs: Inputs) -> str:
     except Exception as problem:
         return f"SOURCE has none that transformers can use ({first_line(problem)})"
     ours = _behaviour(load_tokenizer(inputs.out))
-    for what, expected in theirs.items():
-        # transformers 5 has no tokenizer class for gpt_bigcode, so that its class may be another
-        may_differ = what == "class name" and inputs.family.model_type == "gpt_bigcode"
-        if ours[what] != expected and not may_differ:
-            found, wanted = repr(ours[what])[:200], repr(expected)[:200]
-            raise Failure(f"{what} {found}, expected {wanted} as in SOURCE")
+    expected = dict(theirs)
+    if inputs.family.model_type == "gpt_bigcode":  # transformers 5 has no tokenizer class for it
+        expected["class name"] = ours["class name"]
+    compare_json("OUT's tokenizer", ours, expected)
     return (
         f"{ours['class name']} of {ours['size']:,} tokens, which do what those of SOURCE's "
         f"{theirs['class name']} do"
@@ -148,12 +162,8 @@ def _behaviour(tokenizer: Any) -> JsonObject:
 
 def _list_files(folder: Path) -> list[str]:
     """The paths of all files relative to the folder, except hidden files and Python's caches."""
-    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return [name.as_posix() for name in names if not any(map(_is_hidden, name.parts))]
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [name for name in names if not re.search(r"(^|/)(\.|__pycache__/)", name)]
 
 
 def _sidecar_files(folder: Path) -> set[str]:
@@ -175,13 +185,3 @@ def _is_term(name: str) -> bool:
 def _is_weights(name: str) -> bool:
     """Whether a file holds weights."""
     return _matches(name, _WEIGHTS) or ("/" in name and name.startswith(_FOREIGN_FOLDERS))
-
-
-def _is_renamed_tokenizer(ours: Path, theirs: Path) -> bool:
-    """Whether two tokenizer configs differ only in the class, for which earlier releases of
-    transformers have another name.
-    """
-    original = read_object(theirs)
-    renamed = original | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    was_new = original.get("tokenizer_class") == "TokenizersBackend"
-    return was_new and in_json(read_object(ours)) == in_json(renamed)

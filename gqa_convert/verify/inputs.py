@@ -5,9 +5,8 @@ Tensors are read with the safetensors library and torch, not with the reader tha
 uses.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,6 @@ Progress = Callable[[str, int, int], None]
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
-INDEX = "model.safetensors.index.json"
-PREFERENCE = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""The order in which transformers looks for weights."""
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -49,44 +45,31 @@ class Weights:
 
     Args:
         folder: the checkpoint's folder.
+        files: those in it that hold the weights.
+        error: what to raise where a file cannot be read, or a tensor occurs twice.
 
     Attributes:
-        chosen: the file that transformers looks for first.
-        files: those that hold the weights.
         tensors: every tensor in them, whatever an index says.
         file_of: the file of each.
-        weight_map: the same, as an index states it.
         metadata: of all safetensors files together.
-
-    Raises:
-        Exception: whatever the libraries raise for files that cannot be read; ValueError for those
-            that do not make one checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: list[str], error: type[Exception]) -> None:
         self.folder = folder
+        self.files = files
         self.tensors: Tensors = {}
         self.file_of: dict[str, str] = {}
         self.metadata: dict[str, str] = {}
-        self.weight_map: dict[str, str] | None = None
-        self.chosen = next((name for name in PREFERENCE if (folder / name).is_file()), "")
-        if not self.chosen:
-            raise ValueError(f"{folder} has no weights: it has none of {', '.join(PREFERENCE)}")
-        self.files = [self.chosen]
-        if self.chosen.endswith(".json"):
-            index = json.loads((folder / self.chosen).read_bytes())
-            self.weight_map = index["weight_map"]
-            self.files = sorted(set(index["weight_map"].values()))
-        for file in self.files:
-            if Path(file).name != file:
-                raise ValueError(f"{self.chosen} names {file}, which is no file of its folder")
+        for file in files:
             try:
                 found = self._map_file(folder / file)
             except Exception as problem:
                 reason = first_line(problem)
-                raise ValueError(f"{folder / file} cannot be read ({reason})") from None
+                raise error(
+                    f"{folder / file} cannot be read ({reason}): download or copy it again"
+                ) from None
             if twice := found.keys() & self.tensors.keys():
-                raise ValueError(f"{folder} holds tensor {min(twice)} twice, once in {file}")
+                raise error(f"{folder} holds tensor {min(twice)} twice, once in {file}")
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
 
@@ -110,25 +93,25 @@ class Inputs:
         out: the folder of OUT.
         out_config: its config.
         claims: its provenance record. Both are empty if they cannot be read.
-        source: SOURCE's tensors, in the form in which it was converted.
+        named: SOURCE as the user or the record names it, opened by the converter.
+        original: its tensors.
+        source: SOURCE's tensors in the form in which it was converted: `original`, unless that is
+            rewritten.
         config: SOURCE's config in that form.
         result_dtypes: the types that OUT must have for tensors that a rewritten SOURCE holds in a
             wider one.
         family: the record of that form.
-        original: the tensors of SOURCE as the user named it: `source`, unless that is rewritten.
-        named: the same, opened by the converter: its config, and what the user or the record calls
-            it.
     """
 
     out: Path
     out_config: JsonObject
     claims: JsonObject
+    named: Checkpoint
+    original: Weights
     source: Weights
     config: JsonObject
     result_dtypes: dict[str, torch.dtype]
     family: Family
-    original: Weights
-    named: Checkpoint
 
     @property
     def decoder_config(self) -> JsonObject:
@@ -176,34 +159,40 @@ def read_inputs(
     if not out.is_dir():
         raise SourceNotFoundError(f"{out} is not a folder: name the converted checkpoint")
     out_config = read_config(out)
-    has_weights = any((out / name).exists() for name in PREFERENCE)
+    has_weights = any(out.glob("*.safetensors"))
     if not (out / PROVENANCE).exists() and not (out_config and has_weights):
         raise SourceNotFoundError(f"{out} holds no checkpoint: name the folder that convert wrote")
     claims = read_object(out / PROVENANCE)
-    checkpoint = converted = _open_origin(out, claims.get("source"), source, revision)
-    with ExitStack() as stack:
-        if needs_rewriting(checkpoint.config, out_config.get("model_type")):
-            planned = plan_rewriting(checkpoint, native=True)
-            for note in planned.rewriting_notes:
-                on_note(note)
-            converted = stack.enter_context(rewritten_folder(planned, out))
-        family = family_of(converted.config)
-        weights = original = _open_source(converted)
+    checkpoint = _open_origin(out, claims.get("source"), source, revision)
+    original = weights = _open_source(checkpoint)
+    rewriting: AbstractContextManager[Checkpoint] = nullcontext(checkpoint)
+    if needs_rewriting(checkpoint.config, out_config.get("model_type")):
+        planned = plan_rewriting(checkpoint, native=True)
+        for note in planned.rewriting_notes:
+            on_note(note)
+        rewriting = rewritten_folder(planned, out)
+    with rewriting as converted:
         if converted is not checkpoint:
-            original = _open_source(checkpoint)
+            weights = _open_source(converted)
+        family = family_of(converted.config)
         if not family.listed:
             family = with_key_norm(family, weights.tensors, converted.config["num_key_value_heads"])
         yield Inputs(
             out=out,
             out_config=out_config,
             claims=claims,
+            named=checkpoint,
+            original=original,
             source=weights,
             config=converted.config,
             result_dtypes={name: _TORCH[code] for name, code in converted.result_dtypes.items()},
             family=family,
-            original=original,
-            named=checkpoint,
         )
+
+
+def _open_source(checkpoint: Checkpoint) -> Weights:
+    files = [shard.file for shard in checkpoint.shards]
+    return Weights(checkpoint.local_folder, files, CorruptCheckpointError)
 
 
 def _open_origin(
@@ -236,13 +225,3 @@ def _open_origin(
             "or other weights: name the former with --source"
         )
     return checkpoint
-
-
-def _open_source(checkpoint: Checkpoint) -> Weights:
-    try:
-        return Weights(checkpoint.local_folder)
-    except Exception as problem:
-        raise CorruptCheckpointError(
-            f"{checkpoint.folder} cannot be read ({first_line(problem)}): download or copy the "
-            "source again"
-        ) from None

@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
-from gqa_convert.families.family import Family
+from gqa_convert.families.family import AttentionKind, Family
 from gqa_convert.families.layerwise import heads_text, is_run
 from gqa_convert.verify.inputs import Inputs, Tensors, Weights
 from gqa_convert.verify.report import Failure
@@ -31,13 +30,12 @@ maps.
 FITTED = "fit"
 """The method that depends on a text."""
 
-Kind = Literal["decoder", "cross", "encoder"]
 Role = str
-"""What rows hold: query, gate, key, value, key_norm, output; and output_bias, a single head."""
+"""What heads are: query, gate, key, value, key_norm, output; and output_bias, a single head."""
 MERGED = ("key", "value", "key_norm")
 """The roles whose heads a conversion merges."""
 Heads = dict[Role, Tensor]
-"""By role, the heads [heads, width, ...], or the numbers of their rows [heads, width]."""
+"""Heads [heads, width, ...] by role."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +46,38 @@ class HeadTensor:
     Attributes:
         names: one, or one for each K/V head.
         axis: along which the heads lie.
-        rows: the numbers of the rows of heads.
+        counts: the number of heads of each role.
+        blocks: how many equal blocks there are, each of which holds a share of every role's heads,
+            role after role.
     """
 
     names: list[str]
     axis: int
-    rows: Heads
+    counts: dict[Role, int]
+    blocks: int
 
     def read(self, tensors: Tensors) -> Heads:
         """The heads in the tensors of the checkpoint."""
-        whole = torch.cat([tensors[name] for name in self.names]).movedim(self.axis, 0)
-        return {role: whole[rows] for role, rows in self.rows.items()}
+        parts = self._parts(self._whole(tensors))
+        return {role: part.flatten(0, 1) for role, part in parts.items()}
 
     def replace(self, tensors: Tensors, heads: Heads) -> Tensors:
         """Copies of the tensors with other heads of some roles."""
-        whole = torch.cat([tensors[name] for name in self.names])
+        whole = self._whole(tensors)
+        parts = self._parts(whole)
         for role, each in heads.items():
-            whole.movedim(self.axis, 0)[self.rows[role]] = each.to(whole.dtype)
+            parts[role].copy_(each.view_as(parts[role]))
         return dict(zip(self.names, whole.chunk(len(self.names)), strict=True))
+
+    def _whole(self, tensors: Tensors) -> Tensor:
+        """A copy of the tensors, one after another."""
+        return torch.stack([tensors[name] for name in self.names]).flatten(0, 1)
+
+    def _parts(self, whole: Tensor) -> Heads:
+        """Views [blocks, heads, width, ...] of it."""
+        shares = [count // self.blocks for count in self.counts.values()]
+        blocks = whole.movedim(self.axis, 0).unflatten(0, (self.blocks, sum(shares), -1))
+        return dict(zip(self.counts, blocks.split(shares, 1), strict=True))
 
 
 Pair = tuple[HeadTensor, HeadTensor]
@@ -84,7 +96,7 @@ class Module:
     """
 
     name: str
-    kind: Kind
+    kind: AttentionKind
     heads: int
     before: int
     after: int
@@ -110,7 +122,6 @@ class Result:
             are copied or repeated, whatever was asked for.
         folds: whether the method changes queries and outputs too; it is measured against mean
             pooling.
-        has_text: whether the method measured on a text.
         modeling: the modelling file that it must come with.
 
     Raises:
@@ -135,12 +146,10 @@ class Result:
             if self.modeling is inputs.family.modeling and not inputs.family.is_converted:
                 self.modeling = None  # stock classes load it
         self.folds = self.method in (FACTORED, FITTED)
-        self.has_text = inputs.claims.get("calibration") is not None
 
     @cached_property
-    def foldable(self) -> dict[str, set[Role]]:
-        """By module, the roles whose heads the method may make anything of; empty for plain
-        methods.
+    def free(self) -> dict[str, set[Role]]:
+        """By module, the roles whose heads the method may make anything of; none for plain methods.
 
         `fit` may change all of them. `factor` folds maps of keys into queries unless a norm or
         clipping lies between them, and maps of values into outputs unless a gate, a norm or
@@ -150,21 +159,19 @@ class Result:
         merged = [module.name for module in self.merged] if self.folds else []
         run = [name for name in merged if is_run(family, config, name)]
         names = run or merged  # as in the converter, where the names of layers tell nothing
-        found: dict[str, set[Role]] = {name: set() for name in merged}
         if self.method == FITTED:
-            every = {"query", "key", "value", "output", "output_bias"}
-            return found | dict.fromkeys(names, every)
-        is_clipped = config_value(config, "clip_qkv") or config_value(
-            config, "attn_config.clip_qkv"
-        )
+            return {name: {"query", "key", "value", "output", "output_bias"} for name in names}
+        clips = any(config_value(config, key) for key in ("clip_qkv", "attn_config.clip_qkv"))
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
+        found: dict[str, set[Role]] = {}
         for name in names:
+            found[name] = set()
             gains = f"{name}.{family.key_norm_name}."
             has_gains = any(tensor.startswith(gains) for tensor in self.inputs.source.tensors)
             is_scaled = has_gains and family.key_norm != "none"
-            if not (is_clipped or is_normed or is_scaled or family.key_constraint):
+            if not (clips or is_normed or is_scaled or family.key_constraint):
                 found[name] |= {"query", "key"}
-            if not (is_clipped or family.value_constraint):
+            if not (clips or family.value_constraint):
                 found[name] |= {"value", "output"}
         return found
 
@@ -204,7 +211,7 @@ def read_modules(inputs: Inputs, source: Tensors, out: Tensors) -> list[Module]:
         name = tensor.removesuffix(projection)
         if name == tensor or not _is_called(name, family.attention) or not family.owns(name):
             continue
-        kind: Kind = "cross" if _is_called(name, family.cross_attention) else "decoder"
+        kind: AttentionKind = "cross" if _is_called(name, family.cross_attention) else "decoder"
         if family.encoder in name.split("."):
             kind = "encoder"
         # an encoder that was not converted keeps its tensors
@@ -223,7 +230,9 @@ def _is_called(module: str, names: tuple[str, ...]) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in names)
 
 
-def _read_module(name: str, kind: Kind, inputs: Inputs, source: Tensors, out: Tensors) -> Module:
+def _read_module(
+    name: str, kind: AttentionKind, inputs: Inputs, source: Tensors, out: Tensors
+) -> Module:
     """A module with its numbers of heads, which follow from the rows of the values or of a fused
     projection.
     """
@@ -259,51 +268,38 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
     """The tensors of a module that hold heads, in SOURCE and in OUT, where what is merged lies in
     one block.
     """
-    # what each tensor holds, and in how many blocks
-    parts: dict[str, tuple[Role, ...]] = {
-        family.key: ("key",),
-        family.value: ("value",),
-        family.query: ("query", "gate")[: family.query_outputs],
-        family.output: ("output",),
+    heads, kv_heads = module.heads, module.before
+    # the heads in each tensor, and in how many blocks: a head's gate follows its queries
+    queries = dict.fromkeys(("query", "gate")[: family.query_outputs], heads)
+    parts: dict[str, tuple[dict[Role, int], int]] = {
+        family.query: (queries, heads),
+        family.key: ({"key": kv_heads}, 1),
+        family.value: ({"value": kv_heads}, 1),
+        family.output: ({"output": heads}, 1),
     }
-    blocks = {family.query: module.heads}  # a head's gate follows its queries
-    if family.fused:
-        own = () if module.kind == "cross" else ("query",)
-        parts[family.fused] = (*own, "key", "value")
-        if family.fused_layout == "grouped" and own:
-            blocks[family.fused] = module.before
+    if family.fused and module.kind == "cross":
+        parts[family.fused] = ({"key": kv_heads, "value": kv_heads}, 1)
+    elif family.fused:
+        blocks = kv_heads if family.fused_layout == "grouped" else 1
+        parts[family.fused] = ({"query": heads, "key": kv_heads, "value": kv_heads}, blocks)
     if family.key_norm not in ("none", "shared"):
-        parts[family.key_norm_name] = ("key_norm",)
+        parts[family.key_norm_name] = ({"key_norm": kv_heads}, 1)
 
     for ending in ("weight", "bias"):
-        for part, roles in parts.items():
+        for part, (counts, blocks) in parts.items():
             names = names_after = [f"{module.name}.{part}.{ending}"]
-            if roles == ("key_norm",) and family.key_norm == "per_head_list":
-                names = [f"{module.name}.{part}.{head}.{ending}" for head in range(module.before)]
+            if family.key_norm == "per_head_list" and part == family.key_norm_name:
+                names = [f"{module.name}.{part}.{head}.{ending}" for head in range(kv_heads)]
                 names_after = names[: module.after]
             if names[0] not in source:
                 continue
-            shape = source[names[0]].shape
-            is_turned = family.transposed != (part == family.output)
-            axis = 1 if is_turned and len(shape) == 2 else 0
-            counts = {role: module.before if role in MERGED else module.heads for role in roles}
             if part == family.output and ending == "bias":
                 counts = {"output_bias": 1}
-            width = len(names) * shape[axis] // sum(counts.values())
-            rows = rows_after = _rows(counts, width, blocks.get(part, 1))
-            counts_after = counts | {role: module.after for role in roles if role in MERGED}
-            if counts != counts_after:
-                rows_after = _rows(counts_after, width, 1)
-            yield HeadTensor(names, axis, rows), HeadTensor(names_after, axis, rows_after)
-
-
-def _rows(counts: dict[Role, int], width: int, blocks: int) -> Heads:
-    """The rows of heads of a width that lie in equal blocks, each of which holds a share of every
-    role's heads, role after role.
-
-    The rows are derived as the models derive them: by reshaping a row of numbers.
-    """
-    shares = [count // blocks for count in counts.values()]
-    numbers = torch.arange(blocks * sum(shares) * width)
-    parts = numbers.reshape(blocks, sum(shares), width).split(shares, 1)
-    return {role: part.flatten(0, 1) for role, part in zip(counts, parts, strict=True)}
+            is_turned = family.transposed != (part == family.output)
+            axis = int(is_turned and source[names[0]].dim() == 2)
+            merged = {role: module.after for role in counts if role in MERGED}
+            blocks_after = 1 if merged else blocks
+            yield (
+                HeadTensor(names, axis, counts, blocks),
+                HeadTensor(names_after, axis, counts | merged, blocks_after),
+            )

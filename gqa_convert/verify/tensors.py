@@ -4,6 +4,8 @@ Which tensors the conversion may touch follows from the heads and the method alo
 converter's plan.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,6 @@ from gqa_convert.verify.result import (
     Result,
 )
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a number."""
 _ROLES = ("query", "key", "value", "output")
 _EXACT = 1e-6
 """Of a head's size: what arithmetic in float32 may add to twice the rounding of the result."""
@@ -56,9 +56,9 @@ class TensorChecks:
         # these
         self._touched = []
         for module in result.changed:
-            free = result.foldable.get(module.name, set())
+            free = result.free.get(module.name, set())
             for before, after in module.tensors:
-                if before.rows.keys() & free.union(MERGED):
+                if before.counts.keys() & free.union(MERGED):
                     self._touched.append((before, after, free))
 
     def names(self) -> str:
@@ -78,14 +78,14 @@ class TensorChecks:
 
     def untouched(self) -> str:
         """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
-        touched: set[str] = set()
+        names = set(self._source)
         for before, _, _ in self._touched:
-            touched.update(before.names)
-        names = [name for name in self._source if name not in touched]
-        for name in names:
-            ours = self._checked(name, list(self._source[name].shape))
+            names.difference_update(before.names)
+        for name in sorted(names):
+            self._check_type(name)
+            ours = self._out[name]
             if not _same_bits(ours, self._source[name].to(ours.dtype)):
-                raise Failure(f"{name} has other numbers than SOURCE's")
+                raise Failure(f"{name} has other numbers or another shape than SOURCE's")
         return f"{len(names)} tensors, bit for bit"
 
     def merged(self) -> str:
@@ -97,34 +97,28 @@ class TensorChecks:
         if result.merged and result.method not in known:
             raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
         for before, after, free in self._touched:
-            rows = sum(numbers.numel() for numbers in after.rows.values()) // len(after.names)
             for name in after.names:
-                shape = list(self._source[name].shape)
-                shape[after.axis] = rows
-                self._checked(name, shape)
+                self._check_type(name)
             theirs = before.read(self._source)
             for role, ours in after.read(self._out).items():
-                where = f"in a {role} head"
+                where = f"{after.names[0]} has {role} heads"
+                if ours.shape[1:] != theirs[role].shape[1:]:
+                    raise Failure(f"{where} of another shape than SOURCE's")
                 if role in free and not ours.isfinite().all():
-                    raise Failure(f"{after.names[0]} has NaN or Inf {where}")
+                    raise Failure(f"{where} with NaN or Inf")
                 if role not in free and not self._is_merge(theirs[role], ours):
-                    raise Failure(f"{after.names[0]} has other numbers than it must {where}")
+                    raise Failure(f"{where} with other numbers than they must have")
         how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
         return f"{len(self._touched)} tensors, {how}"
 
-    def _checked(self, name: str, shape: list[int]) -> Tensor:
-        """A tensor of OUT, which must have a shape, and SOURCE's type unless that was wider."""
-        if name not in self._out:
-            raise Failure(f"{name} is missing")
+    def _check_type(self, name: str) -> None:
+        """A tensor of OUT has SOURCE's type, unless that was wider."""
         tensor = self._out[name]
-        dtype = self._result.inputs.result_dtypes.get(name, self._source[name].dtype)
         self._done += tensor.nbytes
         self._progress("tensors", self._done, self._total)
-        if tensor.dtype != dtype or list(tensor.shape) != shape:
-            raise Failure(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {shape}"
-            )
-        return tensor
+        dtype = self._result.inputs.result_dtypes.get(name, self._source[name].dtype)
+        if tensor.dtype != dtype:
+            raise Failure(f"{name} is {tensor.dtype}, expected {dtype}")
 
     def _is_merge(self, theirs: Tensor, ours: Tensor) -> bool:
         """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values
@@ -138,14 +132,12 @@ class TensorChecks:
         if self._result.folds:
             mean = groups.double().mean(1)
             # with a text, it was rounded to float32 first
-            share = 1e-7 if self._result.has_text else 1e-12
+            share = 1e-7 if self._result.inputs.claims.get("calibration") else 1e-12
             rounding = _half_units(mean, ours.dtype) + share * mean.abs()
             return bool(((ours.double() - mean).abs() <= rounding).all())
         # added head by head
         wide = torch.float32 if ours.itemsize == 2 else torch.float64
-        total = groups[:, 0].to(wide, copy=True)
-        for head in groups.unbind(1)[1:]:
-            total += head
+        total = reduce(torch.add, groups.to(wide).unbind(1))
         return _same_bits(ours, (total / size).to(ours.dtype))
 
 
@@ -177,7 +169,7 @@ def _check_module(result: Result, module: Module) -> float:
     is_trained = result.method == FITTED
     share = _TRAINED if is_trained else _EXACT
     worst = 0.0
-    for role in sorted(result.foldable[module.name].intersection(_ROLES)):
+    for role in sorted(result.free.get(module.name, set()).intersection(_ROLES)):
         heads = ours[role]
         # source heads by the K/V head that they belong to, in the order in which these were merged
         by_head = theirs[role].unflatten(0, (len(order), -1))[order]
@@ -239,9 +231,14 @@ def _joined_heads(held: tuple[HeadTensor, ...], tensors: Tensors) -> Heads:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of a type have the same bytes. NaN equals itself, and -0.0 not 0.0."""
-    bits = _INTEGERS[a.itemsize]
-    return bool(torch.equal(a.view(bits), b.view(bits)))
+    """Whether two tensors of a type have the same shape and bytes. NaN equals itself, and -0.0 not
+    0.0.
+    """
+    return a.shape == b.shape and bool(torch.equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().contiguous().view(torch.uint8)
 
 
 def _half_units(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -284,11 +284,11 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "config is a list": (LLAMA, write("config.json", "[]"), CONFIG),
     "stock type": (("t5", 4), config(model_type="t5"), CONFIG),
     "stock class": (("t5", 4), config(architectures=["T5ForConditionalGeneration"]), CONFIG),
-    "no auto_map": (("t5", 4), without("auto_map"), CONFIG | CODE),
+    "no auto_map": (("t5", 4), without("auto_map"), CONFIG),
     "another class": (
         OPTS,
         inside("config.json", "auto_map", AutoModelForCausalLM="evil.Model"),
-        CONFIG | CODE,
+        CONFIG,
     ),
     "a tokenizer's code": (
         OPTS,
