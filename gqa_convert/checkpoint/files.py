@@ -1,5 +1,5 @@
-"""The files of a checkpoint: in a local folder, or on the Hugging Face Hub, where headers are read
-through range requests and full downloads go through the Hub's cache.
+"""The files of a checkpoint: in a local folder, or on the Hugging Face Hub, of which headers can be
+read without the weights.
 """
 
 import glob
@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from gqa_convert.checkpoint import formats
+from gqa_convert.checkpoint.headers import TensorEntry, damaged, read_header
+from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
 
 _PATIENCE_SECONDS = 10
-_RETRIES = 2
+
+Header = tuple[dict[str, TensorEntry], dict[str, str]]
+"""The tensors of a weight file by name, and its metadata."""
 
 
 @dataclass
@@ -65,29 +69,23 @@ class LocalFiles:
                     )
         self.links_out = tuple(sorted(links_out))
 
-    def read(self, name: str, length: int) -> bytes:
-        """Return the first `length` bytes of a file.
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        return (self.folder / name).read_bytes()
+
+    def read_header(self, name: str) -> Header:
+        """Return the tensors of a weight file, in the order of their bytes, and its metadata.
 
         Raises:
-            CorruptCheckpointError: the file ends before.
+            CorruptCheckpointError: the file is damaged.
         """
         path = self.folder / name
-        with path.open("rb") as file:
-            return checked_length(file.read(length), length, str(path))
+        return (describe_tensors(path), {}) if name.endswith(".bin") else read_header(path)
 
 
 def raise_error(problem: OSError) -> NoReturn:
     """What `os.walk` does about a folder that can't be read, which it leaves out otherwise."""
     raise problem
-
-
-def checked_length(raw: bytes, length: int, where: str) -> bytes:
-    """Return the first bytes of a file, which must be `length` bytes."""
-    if len(raw) < length:
-        raise CorruptCheckpointError(
-            f"{where} ends at byte {len(raw):,} instead of {length:,}: download or copy it again"
-        )
-    return raw
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -109,8 +107,7 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 @dataclass
 class HubFiles:
-    """The files of a Hub repository at one commit, read by range requests. They are read as
-    `LocalFiles` are.
+    """The files of a Hub repository at one commit, read as `LocalFiles` are.
 
     Attributes:
         name: the repository's id.
@@ -127,29 +124,27 @@ class HubFiles:
     links_out = ()
     unreachable = None
 
-    def read(self, name: str, length: int) -> bytes:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+    def read(self, name: str) -> bytes:
+        from huggingface_hub import hf_hub_download
 
-        if length == 0:
-            return b""
-        url = hf_hub_url(self.name, name, revision=self.commit)
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes=0-{length - 1}",
-            "Accept-Encoding": "identity",
-        }
-        limits = {"timeout": _PATIENCE_SECONDS, "max_retries": _RETRIES}
         try:
-            with http_stream_backoff(
-                "GET", url, headers=headers, follow_redirects=True, **limits
-            ) as answer:
-                hf_raise_for_status(answer)
-                # a server may ignore the range and send the whole file
-                raw = next(answer.iter_bytes(length), b"")
+            return Path(hf_hub_download(self.name, name, revision=self.commit)).read_bytes()
         except Exception as problem:
             raise _explained(self.name, problem) from None
-        return checked_length(raw, length, f"{self.name}/{name}")
+
+    def read_header(self, name: str) -> Header:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import SafetensorsParsingError
+
+        try:
+            found = HfApi().parse_safetensors_file_metadata(self.name, name, revision=self.commit)
+        except SafetensorsParsingError as problem:
+            raise damaged(f"{self.name}/{name}", problem) from None
+        except Exception as problem:
+            raise _explained(self.name, problem) from None
+        tensors = sorted(found.tensors.items(), key=lambda tensor: tensor[1].data_offsets)
+        entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors}
+        return entries, found.metadata
 
     def download(self, leave_out: Iterable[str]) -> LocalFiles:
         """Download all files but `leave_out` into the Hub's cache."""

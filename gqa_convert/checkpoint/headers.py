@@ -1,24 +1,20 @@
 """Read safetensors headers by the safetensors library, and write them byte for byte as it does.
 
 A file consists of 8 bytes of header length (little-endian), the header (JSON) and the tensors'
-bytes, which follow one another without gaps. The library reads whole files; here it is given a
-header alone, as it comes from the Hub.
+bytes, which follow one another without gaps.
 """
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from gqa_convert.errors import CorruptCheckpointError
-
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 LENGTH_BYTES = 8
 
@@ -30,7 +26,8 @@ def bits_per_element(dtype: str) -> int:
     """The first number in the name of a safetensors dtype, such as BF16, F8_E4M3 or I64; 8 for
     BOOL.
     """
-    return 8 if dtype == "BOOL" else int(re.findall("[0-9]+", dtype)[0])
+    number = re.search("[0-9]+", dtype)
+    return int(number[0]) if number else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +49,9 @@ class TensorEntry:
         return self.elements * bits_per_element(self.dtype) // 8
 
 
-def header_bytes(first_bytes: bytes, file_size: int) -> int:
-    """How many bytes to read of a file for its length field and its header, as far as it may go.
-
-    Args:
-        first_bytes: the first 8 of the file.
-        file_size: in bytes.
-    """
-    length = int.from_bytes(first_bytes, "little")
-    return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
-
-
-def parse_header(
-    raw: bytes, file_size: int, where: str
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Read a header by the safetensors library, so that a result holds what others see in the file.
-
-    Args:
-        raw: the length field and the header.
-        file_size: size of the whole file in bytes.
-        where: the name of the file in error messages.
+def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Read the header of a file by the safetensors library, so that a result holds what others see
+    in the file.
 
     Returns:
         The tensors by name, in the order of their bytes in the file, and the metadata.
@@ -81,26 +61,28 @@ def parse_header(
             file exactly.
     """
     tensors = {}
-    start = len(raw)
-    with os.fdopen(os.memfd_create("header"), "wb") as file:  # with a hole in place of the tensors
-        file.write(raw)
-        file.truncate(file_size)
-        try:
-            with safe_open(f"/proc/self/fd/{file.fileno()}", "np") as opened:
-                metadata = opened.metadata() or {}
-                for name in opened.offset_keys():
-                    field = opened.get_slice(name)
-                    tensors[name] = TensorEntry(field.get_dtype(), tuple(field.get_shape()), start)
-                    start += tensors[name].nbytes
-        except SafetensorError as problem:
-            detail = str(problem).removeprefix("Error while deserializing header: ")
-            raise CorruptCheckpointError(
-                f"{where} is truncated, or has a damaged header ({detail}): "
-                "download or copy the file again"
-            ) from None
+    with path.open("rb") as file:
+        start = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+    try:
+        with safe_open(path, "np") as opened:
+            metadata = opened.metadata() or {}
+            for name in opened.offset_keys():
+                field = opened.get_slice(name)
+                tensors[name] = TensorEntry(field.get_dtype(), tuple(field.get_shape()), start)
+                start += tensors[name].nbytes
+    except SafetensorError as problem:
+        raise damaged(str(path), problem) from None
     # the library gives tensors without numbers in any order
     places = sorted((entry.start, entry.nbytes, name) for name, entry in tensors.items())
     return {name: tensors[name] for _, _, name in places}, metadata
+
+
+def damaged(where: str, problem: Exception) -> CorruptCheckpointError:
+    """The error for a file whose header a library refuses."""
+    detail = str(problem).removeprefix("Error while deserializing header: ")
+    return CorruptCheckpointError(
+        f"{where} is truncated, or has a damaged header ({detail}): download or copy the file again"
+    )
 
 
 def build_header(

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
-from gqa_convert.checkpoint.headers import LENGTH_BYTES, TensorEntry, header_bytes, parse_header
-from gqa_convert.checkpoint.torch_files import describe_tensors
+from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
 from gqa_convert.runtime.messages import some
@@ -150,8 +149,8 @@ class Checkpoint:
 def open_checkpoint(source: str | Path, *, revision: str | None = None) -> Checkpoint:
     """Open a local folder or a Hub repository.
 
-    Of a remote checkpoint only the config, the index and the tensor headers are read, through range
-    requests; `.bin` files have no headers that could be read first, and the whole checkpoint is
+    Of a remote checkpoint only the config, the index and the tensor headers are read;
+    `.bin` files have no headers that could be read first, and the whole checkpoint is
     downloaded.
 
     Args:
@@ -246,7 +245,7 @@ def _refuse_pointers(files: LocalFiles) -> None:
     """Raise CorruptCheckpointError for what a clone without Git LFS leaves in place of a file."""
     for name, size in files.sizes.items():
         is_small = "/" not in name and size < _POINTER_BYTES
-        if is_small and files.read(name, size).startswith(_LFS_POINTER):
+        if is_small and files.read(name).startswith(_LFS_POINTER):
             raise CorruptCheckpointError(
                 f"{files.name}/{name} is only a Git LFS pointer to its content: "
                 "fetch the files with `git lfs pull`, or download the repository with `hf download`"
@@ -260,7 +259,7 @@ def _read_config(files: CheckpointFiles) -> JsonObject:
         raise ConfigError(
             f"{files.name} has no config.json: name the folder that save_pretrained wrote"
         )
-    config = parse_object(files.read(CONFIG, files.sizes[CONFIG]), where, ConfigError)
+    config = parse_object(files.read(CONFIG), where, ConfigError)
     # a value of another kind would fail later, in the middle of a run
     for kind, words, keys in _KINDS:
         for key in keys:
@@ -286,7 +285,7 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
     """
     where = f"{files.name}/{name}"
     suffix = ".bin" if name == formats.TORCH_INDEX else ".safetensors"
-    index = parse_object(files.read(name, files.sizes[name]), where)
+    index = parse_object(files.read(name), where)
     weight_map = index.get("weight_map")
     metadata = index.get("metadata") or {}
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
@@ -308,14 +307,9 @@ def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Json
 
 def _read_shard(files: CheckpointFiles, file: str) -> Shard:
     """Read and check the header of one weight file."""
-    size = files.sizes[file]
-    path = None if files.folder is None else files.folder / file
-    modified_ns = path.stat().st_mtime_ns if path else None
-    if path and file.endswith(".bin"):
-        return Shard(file, size, describe_tensors(path), {}, modified_ns)
-    length = header_bytes(files.read(file, min(size, LENGTH_BYTES)), size)
-    tensors, metadata = parse_header(files.read(file, length), size, f"{files.name}/{file}")
-    return Shard(file, size, tensors, metadata, modified_ns)
+    modified_ns = (files.folder / file).stat().st_mtime_ns if files.folder else None
+    tensors, metadata = files.read_header(file)
+    return Shard(file, files.sizes[file], tensors, metadata, modified_ns)
 
 
 def _check_tensors(
