@@ -143,7 +143,7 @@ def _take_turns(decoders: Sequence["Decoder"], repetitions: int) -> Any:
     order = np.arange(len(decoders))
     seconds = np.empty((1 + repetitions, len(decoders)))
     for repetition in range(1 + repetitions):
-        for number in np.roll(order, -repetition):
+        for number in np.roll(order, -repetition).tolist():
             seconds[repetition, number] = decoders[number].turn()
     return 1e3 * np.quantile(seconds[1:], (0.25, 0.5, 0.75), axis=0).T
 
@@ -267,9 +267,9 @@ class Decoder:
                 self._options["encoder_outputs"] = model.get_encoder()(encoded, return_dict=True)
         self._cache: Any = None
         self._read(prompt)
-        caches = [self._cache]
-        if isinstance(self._cache, transformers.EncoderDecoderCache):
-            caches = [self._cache.self_attention_cache, self._cache.cross_attention_cache]
+        caches: list[Any] = [self._cache]
+        if isinstance(caches[0], transformers.EncoderDecoderCache):
+            caches = [caches[0].self_attention_cache, caches[0].cross_attention_cache]
         self._layers = [*chain.from_iterable(cache.layers for cache in caches)]
 
     def turn(self) -> float:

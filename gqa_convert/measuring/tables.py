@@ -45,15 +45,13 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def filled(rows: Sequence[Row]) -> list[Row]:
-    """Rows without the columns that have nothing in them."""
-    kept = [dict[str, str]() for _ in rows]
-    for heading in rows[0]:
-        cells = [row[heading] for row in rows]
-        if any(cells):
-            for row, cell in zip(kept, cells, strict=True):
-                row[heading] = cell
-    return kept
+def filled(title: str, rows: list[Row]) -> Table:
+    """A table of these rows without the columns that have nothing in them."""
+    for heading in list(rows[0]):
+        if not any(row[heading] for row in rows):
+            for row in rows:
+                del row[heading]
+    return Table(title, rows)
 
 
 def short_names(entries: Sequence[ModelScores]) -> Names:
@@ -80,15 +78,14 @@ def evaluation_tables(
             f"{entries[0].tokens:,} tokens of {_text_name(results.data)}, {results.objective}, "
             f"at most {results.context} tokens at once"
         )
-        tables.append(Table(title, filled([_losses(each, names) for each in entries])))
-    if results.questions is not None:
-        asked = results.questions
+        tables.append(filled(title, [_losses(each, names) for each in entries]))
+    if asked := results.questions:
         lengths = ", ".join(f"{length:,}" for length in asked.lengths)
         title = (
             f"Exact answers in texts of {lengths} tokens, {asked.questions} questions of each kind "
             "at each length"
         )
-        tables.append(Table(title, filled([_answers(each, names) for each in entries])))
+        tables.append(filled(title, [_answers(each, names) for each in entries]))
     return tables
 
 
@@ -117,9 +114,9 @@ def _answers(scores: ModelScores, names: Names) -> Row:
     for part in scores.retrieval or ():
         if part.kind and part.length:
             continue
-        part_name = part.kind or (f"{part.length:,}" if part.length else "all")
-        row[f"{part_name} ({part.questions:,})"] = figure(part, "found", ".0%")
-        if part_name == "all":
+        length = f"{part.length:,}" if part.length else "all"
+        row[f"{part.kind or length} ({part.questions:,})"] = figure(part, "found", ".0%")
+        if not (part.kind or part.length):
             row["difference"] = figure(part, "difference", "+.0%")
     return row
 
@@ -150,10 +147,8 @@ def benchmark_table(result: BenchmarkFile) -> Table:
         f"transformers, attention {result.attention}; "
         f"{result.machine.processor}, {result.machine.device}. Medians (and quartiles)"
     )
-    sources = {}
-    for cell in result.results:
-        if cell.groups == result.kv_heads:
-            sources[cell.batch, cell.context] = cell.decode_ms_per_token
+    own = [cell for cell in result.results if cell.groups == result.kv_heads]
+    sources = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in own}
     rows = []
     for cell in result.results:
         decode = cell.decode_ms_per_token
@@ -167,4 +162,4 @@ def benchmark_table(result: BenchmarkFile) -> Table:
             "K/V cache": size(cell.kv_bytes),
         }
         rows.append(row)
-    return Table(title, filled(rows))
+    return filled(title, rows)

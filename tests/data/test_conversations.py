@@ -72,7 +72,9 @@ def test_evaluation_scores_them_as_the_template_writes_them(
         return
     pieces = read_documents(as_source(source), tokenizer, None, none_of)
     material = text_material(pieces, tokenizer, window=512)
-    found = sorted([example.read[0], *example.targets.tolist()] for example in material.examples)
+    found = sorted(
+        [example.inputs["input_ids"][0], *example.targets.tolist()] for example in material.examples
+    )
     ids = [tokenizer.apply_chat_template(chat, return_dict=False) for chat in CHATS]
     assert ids[0][0] == tokenizer.bos_token_id
     assert found == sorted(ids)

@@ -116,11 +116,11 @@ def test_windows_of_evaluation_begin_as_every_text_does() -> None:
     text = " ".join(f"w{number}" for number in words)
     material = text_material([Document(*encode(tokenizer, text))], tokenizer, window=4)
     windows = sorted(material.examples, key=lambda each: int(each.targets[0]))
-    assert [each.read.tolist()[0] for each in windows] == [bos] * len(windows)
-    assert all(len(each.read) <= 4 for each in windows)
+    assert [each.inputs["input_ids"].tolist()[0] for each in windows] == [bos] * len(windows)
+    assert all(len(each.inputs["input_ids"]) <= 4 for each in windows)
     assert [token - 3 for each in windows for token in each.targets.tolist()] == words
     for each in windows:
-        read, targets = each.read.tolist(), each.targets.tolist()
+        read, targets = each.inputs["input_ids"].tolist(), each.targets.tolist()
         assert read[-len(targets) + 1 :] == targets[:-1] or len(targets) == 1
         assert targets[0] == 4 or read[-len(targets)] == targets[0] - 1
     plain = span_tokenizer()
@@ -129,7 +129,7 @@ def test_windows_of_evaluation_begin_as_every_text_does() -> None:
         text_material([Document(*encode(plain, text))], plain, window=4).examples,
         key=lambda each: int(each.targets[0]),
     )
-    assert first.read.tolist() == [4, 5, 6, 7]
+    assert first.inputs["input_ids"].tolist() == [4, 5, 6, 7]
 
 
 def demo_with_beginning() -> Any:

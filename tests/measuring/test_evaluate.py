@@ -273,9 +273,9 @@ def test_every_token_but_the_first_of_a_document_is_scored_once(window: int) -> 
     assert targets == [token for document in documents for token in document[1:]]
     assert len(made.blocks) == len(targets)
     for example in made.examples:
-        assert len(example.read) == len(example.targets) <= window
-        assert example.read[1:].tolist() == example.targets[:-1].tolist()
-    lengths = [len(example.read) for example in made.examples]
+        assert len(example.inputs["input_ids"]) == len(example.targets) <= window
+        assert example.inputs["input_ids"][1:].tolist() == example.targets[:-1].tolist()
+    lengths = [len(example.inputs["input_ids"]) for example in made.examples]
     assert lengths == sorted(lengths, reverse=True)
 
 

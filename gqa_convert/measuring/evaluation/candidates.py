@@ -11,6 +11,7 @@ from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.source import open_local
 from gqa_convert.conversion.plan import make_plan
 from gqa_convert.data.model_tokenizer import has_sentinels, refuse_languages, usable_tokenizer
+from gqa_convert.data.sources import Source
 from gqa_convert.errors import GQAConvertError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
@@ -73,17 +74,18 @@ def find_models(names: Sequence[str], revision: str | None) -> list[Candidate]:
     return found
 
 
-def common_objective(models: Sequence[Candidate], *, pairs: bool) -> str:
+def common_objective(models: Sequence[Candidate], data: Source | None) -> str:
     """The objective on which all models are scored: causal, spans, pairs or speech.
 
     Args:
         models: all of them.
-        pairs: whether pairs of texts were named.
+        data: the text, pairs among it; or None.
 
     Raises:
         OptionError: the models have no objective or no tokenizer in common.
         DataError: a tokenizer marks the languages of texts, which pairs do not state.
     """
+    pairs = data is not None and data.kind == "pairs"
     first = models[0]
     objective = _objective(first, pairs)
     vocabulary = {number: token for token, number in first.tokenizer.get_vocab().items()}

@@ -17,15 +17,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.encoders import ChatEncoder, holds_conversations
 from gqa_convert.data.files import FieldError, Fields, Files, Piece
-from gqa_convert.data.model_tokenizer import beginning_of_text
+from gqa_convert.data.model_tokenizer import beginning_of_text, decoder_start, starts_with_last
 from gqa_convert.data.order import Integers, mix
 from gqa_convert.data.pairs import shortened
 from gqa_convert.data.sampler import IGNORED
 from gqa_convert.data.sources import Source, open_source
 from gqa_convert.data.span_corruption import SpanCorruption
-from gqa_convert.data.speech import AudioFile, SpeechModel, cut_windows
+from gqa_convert.data.speech import AudioFile, SpeechModel, cut_windows, list_audio_files
 from gqa_convert.errors import DataError
 from gqa_convert.measuring import StageProgress
+from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
+from gqa_convert.runtime.paths import local_path
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""
@@ -40,23 +42,27 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Example(NamedTuple):
-    """The input of a row, of whose predictions the last t are scored.
+    """A row of a batch.
 
     Attributes:
-        read: the tokens that a decoder reads.
-        targets: [t], the tokens to predict.
-        blocks: [t], the number of the block that each belongs to: some kilobytes of a document, or
-            an example.
-        sizes: [t], the UTF-8 bytes of text that each covers; None if that is not defined.
-        encoder: arguments of the forward pass for an encoder: the tokens that it reads and their
-            mask, or `encoder_outputs`, what it made of a sound, [positions, hidden_size].
+        inputs: arguments of the forward pass, among them the tokens that a decoder reads, and
+            `labels`, as many, of which t are to be predicted and all others IGNORED. Of an encoder
+            the tokens that it reads and their mask, or what it made of a sound.
+        blocks: [t], the number of the block that each label belongs to, which is some kilobytes of
+            a document; or one number, that of the example.
+        sizes: [t], the UTF-8 bytes of text that each label covers; None if that is not defined.
     """
 
-    read: Integers
-    targets: Integers
-    blocks: Integers
+    inputs: Mapping[str, Any]
+    blocks: Integers | int
     sizes: Integers | None = None
-    encoder: Mapping[str, Any] = {}
+
+    @property
+    def targets(self) -> Integers:
+        """[t], the tokens to predict."""
+        labels = self.inputs["labels"]
+        targets: Integers = labels[labels != IGNORED]
+        return targets
 
 
 class Material:
@@ -77,45 +83,74 @@ class Material:
     def __init__(self, examples: Iterable[Example], note: str | None = None) -> None:
         self.examples = sorted(examples, key=_length, reverse=True)
         self.note = note
-        self.blocks = np.concatenate([example.blocks for example in self.examples])
-        sizes = [example.sizes for example in self.examples if example.sizes is not None]
+        blocks = [np.broadcast_to(each.blocks, each.targets.shape) for each in self.examples]
+        self.blocks = np.concatenate(blocks)
+        sizes = [each.sizes for each in self.examples if each.sizes is not None]
         self.sizes = np.concatenate(sizes) if sizes else None
-        tokens = [max(example.read.max(), example.targets.max()) for example in self.examples]
-        self.largest = int(max(tokens))
+        self.largest = 0
+        for example in self.examples:
+            for name, values in example.inputs.items():
+                if name != "encoder_outputs":
+                    self.largest = max(self.largest, int(values.max()))
 
     def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [blocks]."""
         return np.bincount(self.blocks, values).astype(np.float64)
 
-    def batches(self, size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    def batches(self, size: int, device: Any = "cpu") -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Keyword arguments of a forward pass on so many examples, and the tokens [b, L] to
-        predict, or -100 where nothing is scored. Rows are padded on the right: later tokens can't
-        change a decoder's predictions.
+        predict, or IGNORED where nothing is scored. Rows are padded on the right: later tokens
+        can't change a decoder's predictions.
         """
         for first in range(0, len(self.examples), size):
             examples = self.examples[first : first + size]
             inputs = {}
-            for name in examples[0].encoder:
-                inputs[name] = _padded([example.encoder[name] for example in examples])
-            own = "decoder_input_ids" if inputs else "input_ids"
-            inputs[own] = _padded([example.read for example in examples])
-            labels = []
-            for example in examples:
-                unscored = len(example.read) - len(example.targets)
-                labels.append(np.pad(example.targets, (unscored, 0), constant_values=IGNORED))
-            yield inputs, _padded(labels, IGNORED)
+            for name in examples[0].inputs:
+                rows = [torch.as_tensor(example.inputs[name]) for example in examples]
+                padding = IGNORED if name == "labels" else 0
+                inputs[name] = pad_sequence(rows, True, padding).to(device)
+            labels = inputs.pop("labels")
+            yield inputs, labels
 
 
 def _length(example: Example) -> int:
-    return len(example.read) + len(example.encoder.get("input_ids", ()))
-
-
-def _padded(rows: Sequence[Any], value: int = 0) -> Tensor:
-    """Rows [b, L, ...], followed by a value."""
-    return pad_sequence([torch.as_tensor(row) for row in rows], True, value)
+    return len(example.inputs["labels"]) + len(example.inputs.get("input_ids", ()))
 
 
 # Text
+
+
+def read_text(
+    data: Source,
+    model: Candidate,
+    objective: str,
+    window: int,
+    limit: int | None,
+    progress: StageProgress,
+) -> Material | list[AudioFile]:
+    """What models are scored on: tokens, which are the same for all, or sounds.
+
+    Args:
+        data: where it is.
+        model: any of the models.
+        objective: of all models.
+        window: the most tokens of a window, or of an encoder's input.
+        limit: see `read_documents`.
+        progress: see `read_documents`.
+
+    Raises:
+        DataError: the text can't be read, or is too short.
+    """
+    if objective == SPEECH:
+        return list_audio_files(local_path(data.source), data.split)
+    tokenizer, config = model.tokenizer, model.config
+    documents = read_documents(data, tokenizer, limit, progress)
+    if objective == CAUSAL:
+        return text_material(documents, tokenizer, window)
+    start = decoder_start(model.folder, config, tokenizer)
+    if objective == SPANS:
+        return span_material(documents, tokenizer, start, window)
+    return pair_material(documents, None if starts_with_last(config) else start, window)
 
 
 class Document(NamedTuple):
@@ -210,7 +245,7 @@ def _encode_pair(tokenizer: Any, piece: Piece, fields: Fields) -> Document:
     return Document(ids, sizes, read=read)
 
 
-def text_material(documents: Iterable[Document], tokenizer: Any, *, window: int) -> Material:
+def text_material(documents: Iterable[Document], tokenizer: Any, window: int) -> Material:
     """A text for a causal model. Each token of a document is predicted once, except the first: from
     the beginning of its window, or from the beginning-of-text token, if the tokenizer has one. A
     window begins with it where the tokenizer begins every text so. A conversation begins as its
@@ -238,9 +273,12 @@ def text_material(documents: Iterable[Document], tokenizer: Any, *, window: int)
         for start in range(0, len(ids) - 1, step):
             scored = slice(start + 1, start + 1 + step)
             read = ids[start:-1][:step]
+            labels = ids[scored]
             if start:
                 read = np.concatenate([again, read])
-            examples.append(Example(read, ids[scored], blocks[scored], sizes[scored]))
+                labels = np.concatenate([np.full_like(again, IGNORED), labels])
+            inputs = {"input_ids": read, "labels": labels}
+            examples.append(Example(inputs, blocks[scored], sizes[scored]))
     if not examples:
         raise DataError(
             "the text has no token with a preceding one to be predicted from: name more text"
@@ -249,7 +287,7 @@ def text_material(documents: Iterable[Document], tokenizer: Any, *, window: int)
 
 
 def span_material(
-    documents: Iterable[Document], tokenizer: Any, *, start: int, length: int
+    documents: Iterable[Document], tokenizer: Any, start: int, length: int
 ) -> Material:
     """A text with 15% of its tokens removed in spans of three, as in T5's pretraining; the spans
     and their sentinels are scored. A remainder at the end of the text is not used.
@@ -278,17 +316,11 @@ def span_material(
         )
     keys = [(mix(0), number) for number in range(count)]
     made = corruption.batch(ids[: count * raw].reshape(count, raw), keys)
-    examples = []
-    for number, targets in enumerate(made["labels"]):
-        encoder = {"input_ids": made["input_ids"][number]}
-        blocks = np.full_like(targets, number)
-        examples.append(
-            Example(made["decoder_input_ids"][number], targets, blocks, encoder=encoder)
-        )
-    return Material(examples)
+    rows = [dict(zip(made, row, strict=True)) for row in zip(*made.values(), strict=True)]
+    return Material(map(Example, rows, range(count)))
 
 
-def pair_material(documents: Iterable[Document], *, start: int | None, length: int) -> Material:
+def pair_material(documents: Iterable[Document], start: int | None, length: int) -> Material:
     """Pairs of what the encoder reads and what the decoder should write, of which special tokens
     are scored too.
 
@@ -305,11 +337,16 @@ def pair_material(documents: Iterable[Document], *, start: int | None, length: i
         truncated += max(len(source), len(ids)) > length
         read = shortened(source, length)
         targets = shortened(ids, length)
-        begin = targets[-1] if start is None else start
-        decoder = np.concatenate([[begin], targets[:-1]])
-        blocks = np.full_like(targets, number)
-        encoder = {"input_ids": read, "attention_mask": np.ones_like(read)}
-        examples.append(Example(decoder, targets, blocks, shortened(sizes, length), encoder))
+        decoder = np.roll(targets, 1)
+        if start is not None:
+            decoder[0] = start
+        inputs = {
+            "input_ids": read,
+            "attention_mask": np.ones_like(read),
+            "decoder_input_ids": decoder,
+            "labels": targets,
+        }
+        examples.append(Example(inputs, number, shortened(sizes, length)))
     note = f"{truncated} pairs were cut to the window" if truncated else None
     return Material(examples, note)
 
@@ -349,9 +386,8 @@ def encode(
 def speech_material(
     speech: SpeechModel,
     files: Sequence[AudioFile],
-    *,
     batch: int,
-    tokens: int | None,
+    limit: int | None,
     progress: StageProgress,
 ) -> tuple[Material, list[tuple[str, str]]]:
     """Sounds with their texts, on which the encoder runs once. Those without words and those longer
@@ -361,7 +397,7 @@ def speech_material(
         speech: the model, which hears the language of each sound too.
         files: with their texts.
         batch: sounds at a time.
-        tokens: after how many tokens to stop; None for all files.
+        limit: after how many tokens to stop; None for all files.
         progress: called with the number of files that are done, and of all.
 
     Returns:
@@ -378,7 +414,7 @@ def speech_material(
     examples: list[Example] = []
     spoken: list[tuple[str, str]] = []
     done = found = 0
-    while done < len(files) and (tokens is None or found < tokens):
+    while done < len(files) and (limit is None or found < limit):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
         progress(done, len(files))
@@ -386,14 +422,20 @@ def speech_material(
         if not windows:
             continue
         encoded = speech.encode(windows)
-        said = [window.text or "" for window in windows]
-        spoken += zip(said, speech.transcribe(encoded), strict=True)
+        heard = speech.transcribe(encoded)
         prompts = speech.prompts(encoded).numpy()
-        for text, sound, prompt in zip(said, encoded.cpu(), prompts, strict=True):
+        for window, written, sound, prompt in zip(
+            windows, heard, encoded.cpu(), prompts, strict=True
+        ):
+            text = window.text or ""
             targets = np.array(speech.text_tokens(text))
-            read = np.concatenate([prompt, targets[:-1]])
-            blocks = np.full_like(targets, len(examples))
-            examples.append(Example(read, targets, blocks, encoder={"encoder_outputs": sound}))
+            inputs = {
+                "encoder_outputs": sound,
+                "decoder_input_ids": np.concatenate([prompt, targets[:-1]]),
+                "labels": np.pad(targets, (len(prompt) - 1, 0), constant_values=IGNORED),
+            }
+            examples.append(Example(inputs, len(examples)))
+            spoken.append((text, written))
             found += len(targets)
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")
@@ -418,7 +460,7 @@ def spelling(speech: SpeechModel, material: Material) -> Callable[[str], str]:
 
     languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
     english = languages.get("<|en|>")
-    heard = sum(english in example.read.tolist() for example in material.examples)
+    heard = sum(english in example.inputs["decoder_input_ids"] for example in material.examples)
     normal: Callable[[str], str] = BasicTextNormalizer()
     if not languages or 2 * heard >= len(material.examples):
         spellings = getattr(speech.tokenizer, "english_spelling_normalizer", None) or {}

@@ -3,36 +3,34 @@
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.model_tokenizer import check_vocabulary, decoder_start, starts_with_last
+from gqa_convert.data.model_tokenizer import check_vocabulary
 from gqa_convert.data.sources import Source, find_commits, pinned
-from gqa_convert.data.speech import AudioFile, SpeechModel, list_audio_files
+from gqa_convert.data.speech import AudioFile, SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.families.loading import quiet
 from gqa_convert.measuring import Progress, memory_explained, no_progress
-from gqa_convert.measuring.evaluation import examples, scoring
+from gqa_convert.measuring.evaluation import scoring
 from gqa_convert.measuring.evaluation.candidates import (
-    CAUSAL,
     SPANS,
-    SPEECH,
     Candidate,
     common_length,
     common_objective,
     find_models,
     load,
 )
+from gqa_convert.measuring.evaluation.examples import Material, read_text, speech_material, spelling
 from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device, measurement
-from gqa_convert.runtime.paths import local_path
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -106,20 +104,21 @@ def evaluate(
 
         # what all models can be scored on
         found = find_models(names, options.revision)
-        objective = common_objective(found, pairs=data is not None and data.kind == "pairs")
+        objective = common_objective(found, data)
         most = SPAN_LENGTH if objective == SPANS else LONGEST
         window = common_length(found, f"--window is {options.window}", options.window, most)
-        if options.retrieval:
-            options = replace(options, retrieval=with_lengths(options.retrieval, found, objective))
+        asked = options.retrieval and with_lengths(options.retrieval, found, objective)
 
         # the text
-        evaluation = _Evaluation(options, device, progress)
+        text = None
         described: JsonObject = {}
         if data is not None:
+            reading = partial(progress, "reading")
+            text = read_text(data, found[0], objective, window, options.tokens, reading)
             described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
-            evaluation.read(data, found[0], objective, window)
 
         # the models, one after the other
+        evaluation = _Evaluation(text, asked, options, device, progress)
         scores = []
         for candidate in found:
             gc.collect()  # the model before it
@@ -128,7 +127,7 @@ def evaluate(
     return EvaluationFile(
         **measurement("evaluate", command, device),
         **described,
-        questions=options.retrieval,
+        questions=asked,
         objective=objective,
         reference=scores.pop(0) if options.reference else None,
         results=scores,
@@ -136,56 +135,31 @@ def evaluate(
 
 
 class _Evaluation:
-    """Measures models, one after the other, on a text and by questions.
+    """Measures models, one after the other, on a text and by questions, and compares them with the
+    first one.
 
     Args:
-        options: how text is scored, and what is asked.
+        text: in tokens; sounds, which every model encodes; or None.
+        asked: questions, or None.
+        options: how text is scored.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
     """
 
-    def __init__(self, options: EvaluationOptions, device: str, progress: Progress) -> None:
-        self._options = options
-        self._device = device
-        self._progress = progress
-        # the text in tokens; None for sound, which every model encodes
-        self._material: examples.Material | None = None
-        self._sounds: list[AudioFile] = []
-        # of the first model, with which those after it are compared
-        self._first: tuple[dict[str, scoring.Mean], str] | None = None
+    def __init__(
+        self,
+        text: Material | list[AudioFile] | None,
+        asked: AskedQuestions | None,
+        options: EvaluationOptions,
+        device: str,
+        progress: Progress,
+    ) -> None:
+        self._text, self._asked, self._options = text, asked, options
+        self._device, self._progress = device, progress
+        self._first: tuple[scoring.Means, str] | None = None
         self._reference: scoring.Scored | None = None
         self._spelling: Callable[[str], str] | None = None
         self._answers: list[Question] | None = None
-
-    def read(self, data: Source, candidate: Candidate, objective: str, window: int) -> None:
-        """Read the text that is scored.
-
-        Args:
-            data: where it is.
-            candidate: any of the models; their tokens are the same.
-            objective: of all models.
-            window: the most tokens of a window, or of an encoder's input.
-
-        Raises:
-            DataError: the text can't be read, or is too short.
-        """
-        if objective == SPEECH:
-            self._sounds = list_audio_files(local_path(data.source), data.split)
-            return
-        tokenizer, config = candidate.tokenizer, candidate.config
-        reading = partial(self._progress, "reading")
-        documents = examples.read_documents(data, tokenizer, self._options.tokens, reading)
-        if objective == CAUSAL:
-            self._material = examples.text_material(documents, tokenizer, window=window)
-            return
-        start = decoder_start(candidate.folder, config, tokenizer)
-        if objective == SPANS:
-            self._material = examples.span_material(
-                documents, tokenizer, start=start, length=window
-            )
-        else:
-            begin = None if starts_with_last(config) else start
-            self._material = examples.pair_material(documents, start=begin, length=window)
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
         """A model's entry in the results.
@@ -193,49 +167,64 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        options = self._options
-        model = load(candidate, options.dtype, self._device)
-        means: dict[str, scoring.Mean] = {}
+        model = load(candidate, self._options.dtype, self._device)
         found: JsonObject = {}
-        material = self._material
-        if self._sounds:
-            show = partial(self._progress, f"transcribing with {candidate.name}")
-            speech = SpeechModel(model, candidate.folder)
-            material, spoken = examples.speech_material(
-                speech, self._sounds, batch=options.batch, tokens=options.tokens, progress=show
-            )
-            # which language is spoken is for one model to say
-            self._spelling = self._spelling or examples.spelling(speech, material)
-            means["word_error_rate"] = scoring.mean(*scoring.word_errors(spoken, self._spelling))
-        if material is not None:
-            check_vocabulary(candidate.config, material.largest, candidate.folder)
-            show = partial(self._progress, f"scoring {candidate.name}")
-            scored = scoring.Scored(model, material)
-            loss, *kl = scoring.score(scored, options.batch, self._reference, show)
-            means |= scoring.measured(material, loss, *kl)
-            found = scoring.with_errors(means) | {
-                "tokens": len(loss),
-                "bytes": None if material.sizes is None else int(material.sizes.sum()),
-                "scored_nan": int((~np.isfinite(loss)).sum()),
-                "note": material.note,
-            }
-            if self._first is not None:
-                found["difference"] = scoring.difference(means, *self._first)
-            self._first = self._first or (means, candidate.name)
-            if options.reference:
-                self._reference = self._reference or scored
-        if options.retrieval is not None:
-            found["retrieval"] = self._ask(candidate, model, options.retrieval)
+        if isinstance(self._text, Material):
+            found = self._scored(candidate, scoring.Scored(model, self._text), {})
+        elif self._text is not None:
+            found = self._heard(candidate, model, self._text)
+        if self._asked is not None:
+            found["retrieval"] = self._found(candidate, model, self._asked)
         dtype = str(model.dtype).removeprefix("torch.")
         return ModelScores(**candidate.stated, dtype=dtype, **found)
 
-    def _ask(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Found]:
+    def _heard(self, candidate: Candidate, model: Any, sounds: list[AudioFile]) -> JsonObject:
+        """What a model that hears writes, and its losses."""
+        batch, tokens = self._options.batch, self._options.tokens
+        show = partial(self._progress, f"transcribing with {candidate.name}")
+        speech = SpeechModel(model, candidate.folder)
+        material, spoken = speech_material(speech, sounds, batch, tokens, show)
+        # which language is spoken is for one model to say
+        self._spelling = self._spelling or spelling(speech, material)
+        errors = scoring.mean(*scoring.word_errors(spoken, self._spelling))
+        return self._scored(candidate, scoring.Scored(model, material), {"word_error_rate": errors})
+
+    def _scored(
+        self, candidate: Candidate, scored: scoring.Scored, means: scoring.Means
+    ) -> JsonObject:
+        """The losses of a model, beside the means that are known."""
+        material = scored.material
+        check_vocabulary(candidate.config, material.largest, candidate.folder)
+        show = partial(self._progress, f"scoring {candidate.name}")
+        loss, *kl = scoring.score(scored, self._options.batch, self._reference, show)
+        means = {**means, **scoring.measured(material, loss, *kl)}
+        found = scoring.with_errors(means) | {
+            "tokens": len(loss),
+            "bytes": None if material.sizes is None else int(material.sizes.sum()),
+            "scored_nan": int((~np.isfinite(loss)).sum()),
+            "note": material.note,
+        }
+        if self._first is not None:
+            found["difference"] = scoring.difference(means, *self._first)
+        self._first = self._first or (means, candidate.name)
+        if self._options.reference:
+            self._reference = self._reference or scored
+        return found
+
+    def _found(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Found]:
+        """What a model finds in long texts."""
         tokenizer = candidate.tokenizer
         ids = tokenizer(" ".join(filler()), verbose=False)["input_ids"]
         check_vocabulary(candidate.config, max(ids), candidate.folder)
         show = partial(self._progress, f"asking {candidate.name}")
-        batch = self._options.batch
-        answers = ask(model, tokenizer, **asked.as_json(), batch=batch, progress=show)
+        answers = ask(
+            model,
+            tokenizer,
+            asked.lengths,
+            asked.questions,
+            batch=self._options.batch,
+            progress=show,
+        )
         found = shares(answers, self._answers)
         self._answers = self._answers or answers
         return found

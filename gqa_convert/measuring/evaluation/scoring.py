@@ -55,16 +55,13 @@ def score(
             tokens, the shared tokens are compared, and both distributions are conditioned on them.
         progress: called with the number of tokens that are scored, and that of all.
     """
-    passes = [_predictions(scored, batch)]
-    if reference is not None:
-        passes.append(_predictions(reference, batch))
+    passes = [_predictions(each, batch) for each in (scored, reference) if each is not None]
     found = []
     done = 0
     with torch.inference_mode():
-        for predictions in zip(*passes, strict=True):
-            targets, logits = predictions[0]
-            others = [each for _, each in predictions[1:]]
-            found.append(token_losses(logits, targets, *others)[: len(passes)])
+        for (targets, logits), *others in zip(*passes, strict=True):
+            theirs = [each for _, each in others]
+            found.append(token_losses(logits, targets, *theirs)[: len(passes)])
             done += len(targets)
             progress(done, len(scored.material.blocks))
     return [torch.cat(values).cpu().numpy() for values in zip(*found, strict=True)]
@@ -76,22 +73,16 @@ def _predictions(scored: Scored, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """
     model, material = scored
     count = _ROWS if model.device.type == "cpu" else _ROWS_ON_ACCELERATOR
-    some, _ = next(material.batches(size))
-    with without_output_layer(model, _on_device(model, some)) as layer:
-        for inputs, labels in material.batches(size):
-            given: dict[str, Any] = _on_device(model, inputs)
-            if "encoder_outputs" in given:
-                given["encoder_outputs"] = (given["encoder_outputs"],)
-            states = model(**given, use_cache=False).logits
-            labels = labels.to(states.device)
+    some, _ = next(material.batches(1, model.device))
+    with without_output_layer(model, some) as layer:
+        for inputs, labels in material.batches(size, model.device):
+            if "encoder_outputs" in inputs:
+                inputs["encoder_outputs"] = (inputs["encoder_outputs"],)
+            states = model(**inputs, use_cache=False).logits
             is_scored = labels != IGNORED
             parts = zip(labels[is_scored].split(count), states[is_scored].split(count), strict=True)
             for targets, rows in parts:
                 yield targets, rows if layer is None else layer.logits(rows)
-
-
-def _on_device(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
 
 class Mean(NamedTuple):
@@ -186,22 +177,16 @@ def word_errors(spoken: Sequence[tuple[str, str]], spelling: Callable[[str], str
         spelling: gives both one spelling, so that words alone count.
 
     Raises:
-        MissingExtraError: jiwer is not installed.
+        MissingExtraError: rapidfuzz is not installed.
     """
     try:
-        import jiwer
+        from rapidfuzz.distance import Levenshtein
     except ImportError:
         raise MissingExtraError(
-            "word errors need jiwer, which is not installed: pip install 'gqa-convert[audio]'"
+            "word errors need rapidfuzz, which is not installed: pip install 'gqa-convert[audio]'"
         ) from None
     counts = []
     for said, heard in spoken:
-        text = spelling(said)
-        written = spelling(heard)
-        words = len(text.split())
-        wrong = len(written.split())
-        if words:  # hesitations such as "hmm" are no words
-            found = jiwer.process_words(text, written)
-            wrong = found.substitutions + found.deletions + found.insertions
-        counts.append((wrong, words))
+        words = spelling(said).split()
+        counts.append((Levenshtein.distance(words, spelling(heard).split()), len(words)))
     return np.array(counts, np.float64).T
