@@ -226,7 +226,7 @@ def main() -> None:
     if "exact" not in cell:
         cell |= score(source, source, folder)
         records.write()
-    for groups in options.groups:
+    for groups in options.kv_heads:
         ways = [("mean", 0, ["--method", "mean"])]
         for seed in options.seeds:
             ways += [

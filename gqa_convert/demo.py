@@ -49,7 +49,7 @@ def run_demo(
 
     Returns:
         `results` has a row for the source, both results and the uptrained one: `name`, `model` (a
-        folder), `groups` (K/V heads per layer), `kv_bytes_per_token`, `loss` in nats per token of
+        folder), `kv_heads` (K/V heads per layer), `kv_bytes_per_token`, `loss` in nats per token of
         held-out text, and whether it was `verified` (None where there is nothing to prove).
 
     Raises:
@@ -86,7 +86,7 @@ def run_demo(
         row = {
             "name": name,
             "model": str(folder),
-            "groups": open_checkpoint(folder).config["num_key_value_heads"],
+            "kv_heads": open_checkpoint(folder).config["num_key_value_heads"],
             "kv_bytes_per_token": found.kv_bytes_per_token,
             "loss": found.loss,
             "verified": verified.get(name),

@@ -136,7 +136,7 @@ def main() -> None:
     if "scores" not in source:
         source["scores"] = scored(options.source, options.source, options.folder)
     for seed in options.seeds:
-        for groups in options.groups:
+        for groups in options.kv_heads:
             for method in options.methods:
                 cell = records.cell(model="whisper-base", method=method, groups=groups, seed=seed)
                 if "loss" not in cell and (method != "mean" or not seed):

@@ -38,7 +38,7 @@ def demo(
         for result in summary["results"]:
             row = {
                 "model": result["name"],
-                "K/V heads": str(result["groups"]),
+                "K/V heads": str(result["kv_heads"]),
                 "K/V cache per token": size(result["kv_bytes_per_token"]),
                 "loss": f"{result['loss']:.3f}",
                 "verified": verified[result["verified"]],

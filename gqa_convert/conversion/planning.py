@@ -43,13 +43,13 @@ _TOKENIZER_FILES = (
 
 
 def plan_conversion(
-    source: Checkpoint, groups: int | Sequence[int], options: ConversionOptions
+    source: Checkpoint, kv_heads: int | Sequence[int], options: ConversionOptions
 ) -> tuple[Plan, CalibrationOptions]:
     """The plan of a conversion, and its calibration.
 
     Args:
         source: the opened source; the plan has it in the form in which it is converted.
-        groups: K/V heads per layer in the result, or those of each layer.
+        kv_heads: K/V heads per layer in the result, or those of each layer.
         options: as the user gave them. No method means `fit` with calibration data; without it,
             `factor` on the built-in text, or `mean` with a warning where `why_no_text` gives a
             reason.
@@ -57,13 +57,13 @@ def plan_conversion(
     Raises:
         GQAConvertError: as `plan_rewriting`, `make_plan`, `check_calibration` and `check_predicts`.
     """
-    checkpoint = plan_rewriting(source, groups, native=options.native)
+    checkpoint = plan_rewriting(source, kv_heads, native=options.native)
     method, calibration, reason = options.method, options.calibration, None
     if method is None:
         method, calibration, reason = _default(checkpoint, calibration)
     plan = make_plan(
         checkpoint,
-        groups,
+        kv_heads,
         method=method,
         encoder=options.encoder,
         native=options.native,

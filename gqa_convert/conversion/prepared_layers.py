@@ -81,7 +81,7 @@ def _fingerprint(plan: Plan) -> JsonObject:
         "files": [[shard.file, shard.size, shard.modified_ns] for shard in origin.shards],
         "config": plan.checkpoint.config,
         "method": plan.method,
-        "groups": plan.stated_groups,
+        "kv_heads": plan.stated_kv_heads,
         "modules": [layer.module for layer in plan.layers],
     }
 

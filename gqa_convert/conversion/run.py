@@ -39,7 +39,7 @@ from gqa_convert.runtime.paths import local_path
 
 _DEFAULTS = ConversionOptions()
 _OF_THE_PLAN = (
-    *("model_type", "method", "heads", "source_kv_heads", "groups", "route", "parameters"),
+    *("model_type", "method", "heads", "source_kv_heads", "kv_heads", "route", "parameters"),
     *("kv_bytes_per_token", "cross_kv_bytes_per_encoder_token"),
 )
 """What a record takes from the summary of the plan, which speaks of the form in which the source
@@ -80,7 +80,7 @@ class ConversionResult(Result):
 def convert_checkpoint(
     source: str | Path,
     out: str | Path,
-    groups: int | Sequence[int],
+    kv_heads: int | Sequence[int],
     options: ConversionOptions = _DEFAULTS,
     *,
     prove: Callable[[Path], None] | None = None,
@@ -93,8 +93,8 @@ def convert_checkpoint(
     Args:
         source: a local folder or a Hub id.
         out: the folder to make.
-        groups: K/V heads per layer in the result, or those of each attention layer in the order of
-            the layers.
+        kv_heads: K/V heads per layer in the result, or those of each attention layer in the order
+            of the layers.
         options: the method, its calibration text, and more.
         prove: called with the finished folder of a source whose model type is on no list, before
             `out` appears; what it raises stops the conversion. Such a source is refused without it.
@@ -114,7 +114,7 @@ def convert_checkpoint(
     folder = local_path(out)
 
     def check(opened: Checkpoint) -> tuple[Plan, CalibrationOptions]:
-        planned = plan_conversion(opened, groups, options)
+        planned = plan_conversion(opened, kv_heads, options)
         check_destination(folder, opened.folder, overwrite=options.overwrite)
         return planned
 

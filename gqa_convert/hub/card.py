@@ -72,7 +72,7 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         )
     # the front matter, which the Hub reads
     measured, left_out = read_measured(options.results, model)
-    kind = "multi-query-attention" if model.record["groups"] == 1 else "grouped-query-attention"
+    kind = "multi-query-attention" if model.record["kv_heads"] == 1 else "grouped-query-attention"
     tags = ["gqa-convert", kind, *(["uptrained"] if model.trainings else [])]
     front = ModelCardData(
         base_model=base_id,

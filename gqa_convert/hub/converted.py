@@ -191,7 +191,7 @@ def _read_record(folder: Path) -> JsonObject:
             f"{folder} has no {PROVENANCE} that can be read: "
             "name a folder that convert or uptrain wrote"
         ) from None
-    for key in ("source", "route", "method", "groups", "encoder", "previous", "written"):
+    for key in ("source", "route", "method", "kv_heads", "encoder", "previous", "written"):
         if key not in content:
             raise PublishError(
                 f"{path} is not the record of a conversion (it has no {key}): convert again"
@@ -201,14 +201,14 @@ def _read_record(folder: Path) -> JsonObject:
 
 def _plan_without_change(checkpoint: Checkpoint, record: JsonObject) -> Plan:
     """The plan of a conversion to the recorded N; weights that it would change have another one."""
-    groups = record["groups"]
+    kv_heads = record["kv_heads"]
     native = False if record["route"] == "own file" else None
     try:
-        plan = make_plan(checkpoint, groups, native=native, encoder=record["encoder"])
+        plan = make_plan(checkpoint, kv_heads, native=native, encoder=record["encoder"])
         if plan.merge_method is COPY:
             return plan
     except GroupsError:
         pass
     raise PublishError(
-        f"{PROVENANCE} says N = {groups}, which the weights contradict: convert again"
+        f"{PROVENANCE} says N = {kv_heads}, which the weights contradict: convert again"
     )

@@ -112,7 +112,7 @@ def publish(
     on_checked(publication)
     if repository is None:
         return publication
-    heads = heads_text(model.record["groups"])
+    heads = heads_text(model.record["kv_heads"])
     message = f"Upload a conversion to {heads} K/V heads per layer"
     commit = repository.upload(model.folder, [*model.files, CARD], message)
     return replace(publication, commit=commit)

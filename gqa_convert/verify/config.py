@@ -136,7 +136,7 @@ def check_provenance(result: Result) -> str:
         "model_type": inputs.family.model_type,
         "heads": result.decoder[0].heads,
         "source_kv_heads": max(module.before for module in result.decoder),
-        "groups": result.groups,
+        "kv_heads": result.groups,
         "method": result.method,
         "encoder": bool(result.kinds["encoder"]),
         "route": "own file" if result.modeling else route,

@@ -108,7 +108,7 @@ def test_convert_verify_and_overwrite(source: Path, tmp_path: Path) -> None:
     result = run("convert", source, out, "--kv-heads", 4, "-m", "mean", "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
-    assert (summary["groups"], summary["out"]) == (4, str(out))
+    assert (summary["kv_heads"], summary["out"]) == (4, str(out))
     assert summary["out_bytes"] == sum(path.stat().st_size for path in out.iterdir())
     config = json.loads((out / "config.json").read_text())
     assert config["multi_query_attention"] is True

@@ -25,7 +25,7 @@ def test_a_file_of_numbers(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     numbers.write_text("12\n4\n3\n\n6\n12")
     shown = run("convert", MODEL, "--kv-heads", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
-    assert json.loads(shown.stdout)["groups"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
+    assert json.loads(shown.stdout)["kv_heads"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
     assert group_counts("4") == 4
     numbers.write_text("[12, 4, 3, 1]")
     assert group_counts(f"@{numbers}") == [12, 4, 3, 1]

@@ -113,7 +113,7 @@ def test_decoders(name: str, tmp_path: Path) -> None:
         tmp_path / "out",
         1 if case.model_type == "gpt2" else 3,
     )
-    written = rewritten(source, tmp_path / "rewritten", groups=groups)
+    written = rewritten(source, tmp_path / "rewritten", kv_heads=groups)
     unmerged = case.logits()
     assert written.config["model_type"] == CASES[name][2]
     stated = written.config.get("rope_parameters") or {}
@@ -294,7 +294,11 @@ def test_the_commands_rewrite_a_source_and_leave_nothing_beside_the_result(tmp_p
     assert made.returncode == 0, made.stderr
     summary = json.loads(made.stdout)
     assert "a gpt_neox, is rewritten as a phi" in summary["warnings"][0]
-    assert (summary["source"], summary["model_type"], summary["groups"]) == (str(source), "phi", 3)
+    assert (summary["source"], summary["model_type"], summary["kv_heads"]) == (
+        str(source),
+        "phi",
+        3,
+    )
     verified = run("verify", out, "--source", source, "--json")
     assert verified.returncode == 0, verified.stdout
     assert json.loads(verified.stdout)["source"] == str(source)

@@ -52,7 +52,7 @@ def test_the_demo_runs_the_whole_workflow(demo: tuple[Path, dict[str, Any]]) -> 
         "fit",
         "fit, uptrained",
     ]
-    assert [row["groups"] for row in summary["results"]] == [12, 3, 3, 3]
+    assert [row["kv_heads"] for row in summary["results"]] == [12, 3, 3, 3]
     assert [row["kv_bytes_per_token"] for row in summary["results"]] == [
         5 * 2 * 32 * 2 * n for n in (12, 3, 3, 3)
     ]
@@ -80,14 +80,14 @@ def test_the_table_of_the_demo(
     monkeypatch.setenv("COLUMNS", "120")
     row = {
         "model": "out/mean",
-        "groups": 3,
+        "kv_heads": 3,
         "kv_bytes_per_token": 1920.0,
         "loss": 4.5,
         "verified": False,
     }
     source = row | {
         "name": "source",
-        "groups": 12,
+        "kv_heads": 12,
         "kv_bytes_per_token": 7680.0,
         "loss": 2.25,
         "verified": None,

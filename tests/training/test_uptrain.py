@@ -136,7 +136,7 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
     assert AutoTokenizer.from_pretrained(made)("hello").input_ids
     assert model.config.num_key_value_heads == 3
     record = json.loads((made / "gqa_conversion.json").read_text())
-    assert (record["uptraining_tokens"], record["groups"]) == (384, 3)
+    assert (record["uptraining_tokens"], record["kv_heads"]) == (384, 3)
     assert record["uptraining"][0]["recipe"]["learning_rate"] == 1e-2
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in made.iterdir())
 

@@ -299,7 +299,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
     "encoder's count missing": (ENCODED, without("encoder_num_key_value_heads"), CONFIG),
     # what is claimed
-    "claims other groups": (LLAMA, claims(groups=4), CLAIMS),
+    "claims other groups": (LLAMA, claims(kv_heads=4), CLAIMS),
     "claims other heads": (LLAMA, claims(source_kv_heads=6), CLAIMS),
     "claims another type": (LLAMA, claims(model_type="mistral"), CLAIMS),
     "claims to be trained": (LLAMA, claims(uptraining_tokens=9), CLAIMS),

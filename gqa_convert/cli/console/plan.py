@@ -96,7 +96,7 @@ def print_notes(plan: Plan, left_out: Sequence[str]) -> None:
 def heads_change(plan: Plan) -> str:
     """Return the K/V heads of the layers before and after: "12 -> 2 to 8 K/V heads"."""
     before = heads_text([layer.kv_heads for layer in plan.layers])
-    return f"{before} -> {heads_text([*plan.layer_groups.values()])} K/V heads"
+    return f"{before} -> {heads_text([*plan.layer_kv_heads.values()])} K/V heads"
 
 
 def _changes(plan: Plan) -> list[Row]:

@@ -119,7 +119,7 @@ def _pass_layers(
                 weights: Replacements = {}
                 for name in layer.attention:
                     number = numbers[name]
-                    layout, groups = layouts[name], plan.layer_groups[name]
+                    layout, groups = layouts[name], plan.layer_kv_heads[name]
                     if name in missing:
                         # read first, since it names a tensor that holds NaN
                         opened = read_layer(layout)

@@ -5,7 +5,7 @@ Everything that can be refused without reading weights is refused here. The plan
 needs no torch.
 """
 
-from gqa_convert.conversion.plan.layer_groups import merging_counts, spread
+from gqa_convert.conversion.plan.layer_kv_heads import merging_counts, spread
 from gqa_convert.conversion.plan.making import make_plan
 from gqa_convert.conversion.plan.model import OutputFile, Plan, TensorChange
 

@@ -9,7 +9,7 @@ from gqa_convert.runtime.json_objects import JsonObject
 
 
 def converted_config(
-    config: JsonObject, family: Family, modeling: Modeling | None, groups: int, *, encoder: bool
+    config: JsonObject, family: Family, modeling: Modeling | None, kv_heads: int, *, encoder: bool
 ) -> JsonObject:
     """The config of a result whose layers have one number of K/V heads.
 
@@ -19,11 +19,11 @@ def converted_config(
         config: the source's.
         family: the source's.
         modeling: the modelling file of the result, if there is one.
-        groups: K/V heads of each layer.
+        kv_heads: K/V heads of each layer.
         encoder: whether an encoder's self-attention has them too.
     """
     if family.is_composite:
-        return _composite_config(config, family, groups)
+        return _composite_config(config, family, kv_heads)
     result = copy.deepcopy(config)
     # stock classes of types that need a modelling file know no such keys
     if family.modeling is None or modeling is not None:
@@ -33,30 +33,30 @@ def converted_config(
             for name in sections:
                 section[name] = section.get(name) or {}
                 section = section[name]
-            section[key] = groups
+            section[key] = kv_heads
         if encoder:
-            result[family.encoder_kv_heads_key] = groups
+            result[family.encoder_kv_heads_key] = kv_heads
         if family.one_kv_head_key:
-            result[family.one_kv_head_key] = groups == 1
-    result |= {"multi_query_attention": True, "multi_query_group_num": groups}
+            result[family.one_kv_head_key] = kv_heads == 1
+    result |= {"multi_query_attention": True, "multi_query_group_num": kv_heads}
     if modeling is None:  # else transformers 5 alone loads it
         return result | legacy_config_keys(result)
     return result | modeling_keys(config, modeling)
 
 
-def _composite_config(config: JsonObject, family: Family, groups: int) -> JsonObject:
+def _composite_config(config: JsonObject, family: Family, kv_heads: int) -> JsonObject:
     """The config of a model around a decoder, whose section has the keys. A key of the count that
     stands beside the section too gets the same value there.
     """
-    counts = dict.fromkeys(family.kv_heads_keys, groups)
-    stated = counts | {"multi_query_attention": True, "multi_query_group_num": groups}
+    counts = dict.fromkeys(family.kv_heads_keys, kv_heads)
+    stated = counts | {"multi_query_attention": True, "multi_query_group_num": kv_heads}
     name = decoder_section(config)
     result = copy.deepcopy(config)
     if name is None:
         result |= stated
         return result | legacy_config_keys(decoder_config(result))
     result[name] |= stated
-    result |= {key: groups for key in counts if key in result}
+    result |= {key: kv_heads for key in counts if key in result}
     for key, value in legacy_config_keys(decoder_config(result)).items():
         result[name].setdefault(key, value)
     return result | legacy_config_keys(result)

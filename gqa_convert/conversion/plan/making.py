@@ -6,7 +6,7 @@ from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.conversion.plan.completeness import check_layers
 from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
-from gqa_convert.conversion.plan.layer_groups import layer_groups
+from gqa_convert.conversion.plan.layer_kv_heads import layer_kv_heads
 from gqa_convert.conversion.plan.model import OutputFile, Plan, TensorChange
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families import decilm
@@ -23,7 +23,7 @@ from gqa_convert.runtime.messages import some
 
 def make_plan(
     checkpoint: Checkpoint,
-    groups: int | Sequence[int],
+    kv_heads: int | Sequence[int],
     *,
     method: str = MEAN.name,
     encoder: bool = False,
@@ -33,7 +33,7 @@ def make_plan(
 
     Args:
         checkpoint: the opened source.
-        groups: K/V heads per layer in the result (the paper's GQA-N); or those of each attention
+        kv_heads: K/V heads per layer in the result (the paper's GQA-N); or those of each attention
             layer, in the order of the layers' numbers.
         method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too. The
             default is the method that reads nothing but weights; `plan_conversion` makes the plan
@@ -46,7 +46,7 @@ def make_plan(
     Raises:
         UnsupportedFamilyError: the model type is unknown or cannot be converted.
         ConfigError: the tensors' names or shapes contradict the config.
-        GroupsError: `groups` does not fit the heads, or the family has no form in which layers
+        GroupsError: `kv_heads` does not fit the heads, or the family has no form in which layers
             differ.
         NoLanguageModelError: the checkpoint was saved without a language-model head.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
@@ -57,7 +57,7 @@ def make_plan(
     _check_route(checkpoint, family, native)
     finder = AttentionFinder(checkpoint, family, encoder=encoder)
     check_layers(checkpoint, finder)
-    counts = layer_groups(finder, groups)
+    counts = layer_kv_heads(finder, kv_heads)
     limits = {}
     if merge_method.merges_layers:
         limits = {layer.module: find_absorption_limits(finder, layer) for layer in finder.layers}
@@ -83,7 +83,7 @@ def make_plan(
         family=family,
         modeling=modeling,
         layers=finder.layers,
-        layer_groups=counts,
+        layer_kv_heads=counts,
         limits=limits,
         method=method,
         heads=finder.heads,
@@ -120,7 +120,7 @@ def _check_route(checkpoint: Checkpoint, family: Family, native: bool | None) ->
 def _layer_changes(
     finder: AttentionFinder,
     layer: AttentionLayer,
-    groups: int,
+    kv_heads: int,
     method: MergeMethod,
     limits: AbsorptionLimits | None,
 ) -> Iterator[TensorChange]:
@@ -129,7 +129,7 @@ def _layer_changes(
     Args:
         finder: of the source.
         layer: one of its layers.
-        groups: K/V heads of the layer in the result.
+        kv_heads: K/V heads of the layer in the result.
         method: that merges them.
         limits: what may be absorbed; None for methods that let nothing be absorbed.
 
@@ -137,31 +137,31 @@ def _layer_changes(
         GroupsError: heads would be repeated that have a tensor each.
     """
     entries, family, applied = finder.entries, finder.family, method
-    if groups >= layer.kv_heads:
-        applied = COPY if groups == layer.kv_heads else REPEAT
+    if kv_heads >= layer.kv_heads:
+        applied = COPY if kv_heads == layer.kv_heads else REPEAT
     # projections
     for name, sections in finder.sections(layer):
         if not any(section.merged for section in sections):
             continue
         before = entries[name].shape
         is_transposed = family.transposed and len(before) == 2
-        rows = sum(section.rows for section in regrouped(sections, groups))
+        rows = sum(section.rows for section in regrouped(sections, kv_heads))
         after = (before[0], rows) if is_transposed else (rows, *before[1:])
         entry = TensorEntry(finder.dtype(name), after)
         yield TensorChange(
-            name, before, entry, applied.name, (name,), sections, groups, is_transposed
+            name, before, entry, applied.name, (name,), sections, kv_heads, is_transposed
         )
     # the gains of norms that have a tensor for each K/V head
     for names in finder.head_lists(layer):
-        if groups > len(names):
+        if kv_heads > len(names):
             raise GroupsError(
                 f"{layer.module}.{family.key_norm_name} has one tensor per K/V head, so that heads "
-                f"can't be repeated here: choose at most {len(names)} groups"
+                f"can't be repeated here: choose at most {len(names)}"
             )
-        size, shape = len(names) // groups, entries[names[0]].shape
+        size, shape = len(names) // kv_heads, entries[names[0]].shape
         entry = TensorEntry(finder.dtype(names[0]), shape)
         sections = separate("key_norm", size, shape[0])
-        for group in range(groups):
+        for group in range(kv_heads):
             sources = tuple(names[group * size : (group + 1) * size])
             yield TensorChange(
                 names[group], (size, *shape), entry, applied.name, sources, sections, groups=1
@@ -205,13 +205,13 @@ def _form(
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family, config = finder.family, checkpoint.config
-    groups, *others = set(counts)
+    kv_heads, *others = set(counts)
     if not others and not family.is_layerwise:
-        unchanged = all(layer.kv_heads == groups for layer in finder.layers)
+        unchanged = all(layer.kv_heads == kv_heads for layer in finder.layers)
         modeling = None if unchanged and not family.is_converted else family.modeling
-        return modeling, converted_config(config, family, modeling, groups, encoder=encoder), []
+        return modeling, converted_config(config, family, modeling, kv_heads, encoder=encoder), []
     form = find_form(family, finder.config)
-    assert not isinstance(form, str), form  # layer_groups has refused it
+    assert not isinstance(form, str), form  # layer_kv_heads has refused it
     notes = []
     if form != family.layerwise[0]:  # which comes first
         reason = decilm.why_not(finder.config)

@@ -90,7 +90,7 @@ class Plan:
 
     Attributes:
         modeling: the modelling file that travels with the result; None where stock classes load it.
-        layer_groups: N of each layer, by its module, in the order of the layers' numbers.
+        layer_kv_heads: N of each layer, by its module, in the order of the layers' numbers.
         limits: what may be absorbed in each layer, by its module; empty for methods that do not
             merge whole layers.
         source_kv_heads: where the source's layers differ, of the one with the most.
@@ -103,7 +103,7 @@ class Plan:
     family: Family
     modeling: Modeling | None
     layers: tuple[AttentionLayer, ...]
-    layer_groups: Mapping[str, int]
+    layer_kv_heads: Mapping[str, int]
     limits: Mapping[str, AbsorptionLimits]
     method: str
     heads: int
@@ -132,18 +132,18 @@ class Plan:
         return chain.from_iterable(map(self.tensors, self.files))
 
     @property
-    def stated_groups(self) -> int | list[int]:
+    def stated_kv_heads(self) -> int | list[int]:
         """The N of all layers; where they differ, that of each layer in the order of the layers'
         numbers.
         """
-        counts = list(self.layer_groups.values())
+        counts = list(self.layer_kv_heads.values())
         return counts[0] if len(set(counts)) == 1 else counts
 
     @property
     def merged_layers(self) -> tuple[tuple[AttentionLayer, int], ...]:
         """The layers whose K/V heads become fewer, each with its N."""
-        pairs = [(layer, self.layer_groups[layer.module]) for layer in self.layers]
-        return tuple((layer, groups) for layer, groups in pairs if groups < layer.kv_heads)
+        pairs = [(layer, self.layer_kv_heads[layer.module]) for layer in self.layers]
+        return tuple((layer, kv_heads) for layer, kv_heads in pairs if kv_heads < layer.kv_heads)
 
     @property
     def merge_method(self) -> MergeMethod:
@@ -236,7 +236,7 @@ class Plan:
                     (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype] * held
                 )
                 before += layer.kv_heads * head_bytes
-                after += self.layer_groups[layer.module] * head_bytes
+                after += self.layer_kv_heads[layer.module] * head_bytes
         return BeforeAfter(before, after)
 
     def cache_bytes(self) -> dict[str, BeforeAfter]:
@@ -254,7 +254,7 @@ class Plan:
             "weights_format": self.checkpoint.weights_format,
             "heads": self.heads,
             "source_kv_heads": self.source_kv_heads,
-            "groups": self.stated_groups,
+            "kv_heads": self.stated_kv_heads,
             "method": self.merge_method.name,
             "attention_layers": len(self.layers),
             "changes": [change.as_json() for change in self.changes],

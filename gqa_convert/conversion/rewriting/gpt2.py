@@ -50,7 +50,7 @@ _SET = {
 _END = "<|endoftext|>"
 
 
-def rewrite_gpt2(source: Checkpoint, groups: int) -> Checkpoint:
+def rewrite_gpt2(source: Checkpoint, kv_heads: int) -> Checkpoint:
     """A GPT-2 as a gpt_bigcode with all its heads, for a conversion to one K/V head.
 
     Raises:
@@ -59,7 +59,7 @@ def rewrite_gpt2(source: Checkpoint, groups: int) -> Checkpoint:
             belongs to no module.
         UnsupportedFormatError: a tensor has a type that can't be read in numbers.
     """
-    if groups != 1:
+    if kv_heads != 1:
         raise NoStockClassError(
             "gpt_bigcode, which is GPT-2 otherwise, has either one K/V head or as many as query "
             "heads"

@@ -53,14 +53,14 @@ STOCK_TYPES = (
 
 
 def plan_rewriting(
-    checkpoint: Checkpoint, groups: int | Sequence[int] = 1, *, native: bool | None = None
+    checkpoint: Checkpoint, kv_heads: int | Sequence[int] = 1, *, native: bool | None = None
 ) -> Checkpoint:
     """The source in the form in which it is converted: as it is, or with recipes for the tensors of
     another form.
 
     Args:
         checkpoint: the source.
-        groups: K/V heads per layer in the result.
+        kv_heads: K/V heads per layer in the result.
         native: rewrite types without a K/V-head count for a stock class that has one (True), never
             (False), or where there is one and the number of heads changes (None).
 
@@ -73,13 +73,13 @@ def plan_rewriting(
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     has_count = family is None or family.is_converted or family.modeling is None
-    if family is None or has_count or not isinstance(groups, int):
+    if family is None or has_count or not isinstance(kv_heads, int):
         return checkpoint
-    is_copy = groups == config.get(family.heads_key, config.get("num_attention_heads"))
+    is_copy = kv_heads == config.get(family.heads_key, config.get("num_attention_heads"))
     if native is False or (native is None and is_copy):
         return checkpoint
     try:
-        return _rewritten(checkpoint, model_type, groups)
+        return _rewritten(checkpoint, model_type, kv_heads)
     except NoStockClassError as problem:
         if not native:
             return checkpoint
@@ -89,7 +89,7 @@ def plan_rewriting(
         ) from None
 
 
-def _rewritten(checkpoint: Checkpoint, model_type: str, groups: int) -> Checkpoint:
+def _rewritten(checkpoint: Checkpoint, model_type: str, kv_heads: int) -> Checkpoint:
     """A source in the form of its stock type.
 
     Raises:
@@ -102,7 +102,7 @@ def _rewritten(checkpoint: Checkpoint, model_type: str, groups: int) -> Checkpoi
         )
     for known in STOCK_TYPES:
         if known.model_type == model_type:
-            return known.rewrite(checkpoint, groups)
+            return known.rewrite(checkpoint, kv_heads)
     raise NoStockClassError(
         f"no stock class is known to compute what {model_type} does with fewer K/V heads"
     )

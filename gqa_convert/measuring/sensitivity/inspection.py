@@ -110,7 +110,7 @@ def inspect_checkpoint(
     from gqa_convert.conversion.calibration.streams import tokens_of
     from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 
-    copies = [dict.fromkeys(plan.layer_groups, groups) for groups in counts]
+    copies = [dict.fromkeys(plan.layer_kv_heads, groups) for groups in counts]
     inputs = load_inputs(plan, found.batches, text)
     unmerged, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
     losses = []

@@ -25,20 +25,20 @@ def spread(counts: Sequence[int], most: int) -> list[int]:
     return [counts[round(place * step)] for place in range(chosen)]
 
 
-def layer_groups(finder: AttentionFinder, groups: int | Sequence[int]) -> dict[str, int]:
+def layer_kv_heads(finder: AttentionFinder, kv_heads: int | Sequence[int]) -> dict[str, int]:
     """N of each layer, by its module, in the order of the layers' numbers.
 
     Args:
         finder: of the source.
-        groups: one N for all layers, or that of each layer in the order of the layers' numbers.
+        kv_heads: one N for all layers, or that of each layer in the order of the layers' numbers.
 
     Raises:
         GroupsError: a number does not fit its layer, or their count that of the layers.
     """
     family = finder.family
     layers = sorted(finder.layers, key=lambda layer: layer.number)
-    is_one_number = isinstance(groups, int) and not family.is_layerwise
-    counts = [groups] * len(layers) if isinstance(groups, int) else groups
+    is_one_number = isinstance(kv_heads, int) and not family.is_layerwise
+    counts = [kv_heads] * len(layers) if isinstance(kv_heads, int) else kv_heads
     if not is_one_number and not family.layerwise:
         raise GroupsError(
             f"--kv-heads: all layers of a {family.model_type} have one number of K/V heads: "

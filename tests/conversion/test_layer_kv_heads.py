@@ -56,7 +56,7 @@ def test_the_plan(source: Path) -> None:
     per_head = 2 * 8 * 4  # keys and values, head_dim, float32
     sizes = plan.cache_bytes()["kv_bytes_per_token"]
     assert (sizes.before, sizes.after) == (4 * HEADS * per_head, sum(COUNTS) * per_head)
-    assert plan.config["multi_query_group_num"] == plan.summary()["groups"] == COUNTS
+    assert plan.config["multi_query_group_num"] == plan.summary()["kv_heads"] == COUNTS
     assert plan.config["num_key_value_heads"] is None
     assert {change.method for change in plan.changes if ".layers.0." in change.name} == {"copy"}
     assert plan.loads_in == {"vLLM", "llama.cpp"}
@@ -132,6 +132,6 @@ def test_what_has_no_form_for_a_list(tmp_path: Path) -> None:
     ):
         make_plan(open_checkpoint(mixtral), [12, 3])
     odd = make_checkpoint("llama", tmp_path / "odd", head_dim=8)
-    assert make_plan(open_checkpoint(odd), [3, 3]).stated_groups == 3
+    assert make_plan(open_checkpoint(odd), [3, 3]).stated_kv_heads == 3
     with pytest.raises(OptionError, match="--no-native"):
         make_plan(open_checkpoint(odd), 3, native=False)
