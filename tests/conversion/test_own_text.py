@@ -63,7 +63,7 @@ def test_it_is_generated_once_for_each_setting(
         DEMO, tmp_path / "here", **SMALL, progress=lambda done, total: seen.append((done, total))
     )
     assert own.label == "demo_checkpoint's own text (at least 40 tokens at temperature 1, seed 0)"
-    assert seen[-1] == (40, 40)
+    assert (seen[0], seen[-1]) == ((0, 40), (40, 40))
     other = write(DEMO, tmp_path / "there", **SMALL)
     assert file_of(own).read_bytes() == file_of(other).read_bytes()
     assert (

@@ -136,6 +136,7 @@ class OwnWriter:
         if not file.is_file():
             lines = ""
             done = 0
+            self.progress(done, tokens)  # a batch takes minutes
             for rows, size in batches:
                 for row in rows:
                     lines += json.dumps(row, ensure_ascii=False) + "\n"
