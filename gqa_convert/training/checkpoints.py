@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,6 +55,7 @@ class Progress:
         changes: changes of the recipe during the run.
         recipe: the resolved recipe, which is compared when the run resumes.
         inputs: fingerprints of the texts and of the models, which are compared too.
+        tracked_as: what a tracker that can go on with a run knows it by.
     """
 
     step: int = 0
@@ -66,6 +68,7 @@ class Progress:
     changes: list[str] = field(default_factory=list)
     recipe: JsonObject = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
+    tracked_as: str = field(default_factory=lambda: uuid4().hex)
 
 
 @dataclass

@@ -109,7 +109,8 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
                 folder.checkpoints.load(progress.step, state)
                 set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
             settings = {name: str(value) for name, value in recipe.resolved().items()}
-            accelerator.init_trackers("gqa-convert", settings)
+            same_run = {"wandb": {"id": progress.tracked_as, "resume": "allow"}}
+            accelerator.init_trackers("gqa-convert", settings, init_kwargs=same_run)
             train(trainer, folder, log, export_to, stops, say)
         summary = finish(export_to, folder)
         if recipe.trackers:

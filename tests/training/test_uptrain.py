@@ -405,13 +405,15 @@ def test_steps_are_those_of_whole_logits(
 class Remembering(accelerate.tracking.GeneralTracker):
     """A tracker of accelerate's that keeps what it receives."""
 
-    name = "tensorboard"
-    requires_logging_directory = True
+    name = "wandb"
+    requires_logging_directory = False
     tracker = None
     seen: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012
+    opened: list[dict[str, Any]] = []  # noqa: RUF012
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, **options: Any) -> None:
         super().__init__()
+        self.opened.append(options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         pass
@@ -420,14 +422,18 @@ class Remembering(accelerate.tracking.GeneralTracker):
         self.seen.append((step, values))
 
 
-def test_the_numbers_of_a_step_reach_a_tracker(
+def test_the_numbers_of_a_step_reach_a_tracker_which_knows_a_run_that_resumes(
     home: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda names, *_: names)
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Remembering)
-    run(home, tmp_path / "run", trackers=["tensorboard"], tokens=128)
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", Remembering)
+    for name, tokens in (("run", 64), ("run", 128), ("other", 64)):
+        run(home, tmp_path / name, trackers=["wandb"], tokens=tokens, schedule="constant")
+    first, again, other = Remembering.opened
+    assert first == again == {"id": first["id"], "resume": "allow"}
+    assert other["id"] != first["id"]
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert Remembering.seen == [(line.pop("step"), line) for line in lines]
-    assert [step for step, _ in Remembering.seen] == [1, 2]
+    assert Remembering.seen[:2] == [(line.pop("step"), line) for line in lines]
+    assert [step for step, _ in Remembering.seen] == [1, 2, 1]
