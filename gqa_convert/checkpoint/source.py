@@ -315,23 +315,18 @@ def _read_shard(files: CheckpointFiles, file: str) -> Shard:
 def _check_tensors(
     source: str, shards: tuple[Shard, ...], weight_map: dict[str, str] | None
 ) -> None:
-    """Check that every tensor occurs once, in the file that the index names, and is neither wrapped
-    nor quantised.
+    """Check that every tensor lies in the file that the index names, and in no other, and is
+    neither wrapped nor quantised.
     """
-    file_of: dict[str, str] = {}
+    found = set()
     for shard in shards:
-        where = f"{source}/{shard.file}"
         for name, entry in shard.tensors.items():
-            formats.refuse_tensor(name, entry.dtype, where)
-            if name in file_of:
-                raise CorruptCheckpointError(
-                    f"{source} holds tensor {name!r} twice, in {file_of[name]} and {shard.file}: "
-                    "remove one"
-                )
-            file_of[name] = shard.file
+            formats.refuse_tensor(name, entry.dtype, f"{source}/{shard.file}")
+            found.add((name, shard.file))
     # transformers would leave out, or never find, what only one of them has
-    if weight_map is not None and weight_map != file_of:
-        name, file = sorted(weight_map.items() ^ file_of.items())[0]
+    apart = found ^ weight_map.items() if weight_map else None
+    if apart:
+        name, file = min(apart)
         raise CorruptCheckpointError(
             f"{source}: the index and the weight files disagree on tensor {name!r} in {file}: "
             "download or copy all of them again"

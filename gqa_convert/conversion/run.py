@@ -31,7 +31,7 @@ from gqa_convert.conversion.writing import (
 )
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.publishing.atomic_files import write_json
-from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
+from gqa_convert.publishing.ownership import WRITTEN, hash_file, list_written
 from gqa_convert.publishing.publication import check_destination, staged_folder
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.machine import machine
@@ -164,9 +164,7 @@ def _record(
     """
     source, stated = plan.checkpoint.origin, plan.summary()
     # methods that work on whole layers take so long that hashing their result costs little
-    result = None
-    if options.hash_weights or plan.merge_method.merges_layers:
-        result = {"files": hash_files(folder, [file.file for file in plan.files])}
+    hash_weights = options.hash_weights or plan.merge_method.merges_layers
     return {
         "format_version": FORMAT_VERSION,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -185,9 +183,8 @@ def _record(
         "head_order": merged.head_order,
         "merge_error": merged.errors,
         "uptraining_tokens": 0,
-        "result": result,
         "previous": previous,
-        WRITTEN: list_written(folder, result),
+        WRITTEN: list_written(folder, hash_weights=hash_weights),
     }
 
 
@@ -198,7 +195,8 @@ def _files_of(source: Checkpoint, *, hash_weights: bool) -> JsonObject:
     skipped = set(source.left_behind)
     if not hash_weights:
         skipped |= {shard.file for shard in source.shards}
-    hashed = [name for name in source.sizes if name not in skipped]
-    sizes = {name: {"bytes": nbytes} for name, nbytes in source.sizes.items()}
-    known = sizes | hash_files(source.local_folder, hashed)
-    return dict(sorted(known.items()))
+    known: JsonObject = {}
+    for name, nbytes in sorted(source.sizes.items()):
+        is_hashed = name not in skipped
+        known[name] = hash_file(source.local_folder / name) if is_hashed else {"bytes": nbytes}
+    return known

@@ -10,10 +10,9 @@ from typing import Any
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError, printable
 from gqa_convert.hub.converted import Converted, without_folders
-from gqa_convert.hub.licenses import find_license
 from gqa_convert.hub.markup import render
 from gqa_convert.hub.measured import read_measured
-from gqa_convert.hub.repository import PublishOptions
+from gqa_convert.hub.repository import LICENSE_ID, PublishOptions
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
 from gqa_convert.runtime.json_objects import JsonObject
@@ -24,8 +23,17 @@ _TASKS = {
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
 }
-_INHERITED = ("license", "license_name", "license_link", "language")
+_LICENSE = ("license", "license_name", "license_link")
+_INHERITED = (*_LICENSE, "language")
 """Keys of the source's front matter that hold for the result too."""
+_BUILT_WITH = {
+    "llama3": "Built with Meta Llama 3",
+    "llama3.1": "Built with Llama",
+    "llama3.2": "Built with Llama",
+    "llama3.3": "Built with Llama",
+    "llama4": "Built with Llama",
+}
+"""Words that a card must show, by the licence's identifier (section 1.b.i of each)."""
 
 
 def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]]:
@@ -50,16 +58,18 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         return readme, [kept]
     # licence
     stated = _stated_by_source(readme or "")
-    license_ = find_license(stated, options.license)
+    of_source = stated.get("license")
+    terms = _terms(stated, options.license)
+    is_inherited = terms.get("license") == str(of_source).lower()
     warnings = []
-    if license_.id is None:
+    if not terms:
         warnings.append(
             "no licence is known: without one the model may not be used, and the source's terms "
             "may forbid publishing it; find them, and give --license"
         )
-    if not license_.inherited and "license" in stated:
+    elif of_source and not is_inherited:
         warnings.append(
-            f"--license {license_.id} replaces {stated['license']}, "
+            f"--license {terms['license']} replaces {of_source}, "
             "which the source's README.md states"
         )
     # the model that it was made from: what the user says, or the record
@@ -80,17 +90,17 @@ def make_card(model: Converted, options: PublishOptions) -> tuple[str, list[str]
         library_name="transformers",
         pipeline_tag=_TASKS.get(model.auto_class),
         language=stated.get("language"),
-        license=license_.id,
-        license_name=license_.name,
-        license_link=license_.link,
         tags=tags,
+        **terms,
     ).to_yaml(line_break="\n")
     # the text, which people read
     context = {
         "options": options,
         "model": model,
         "base": (base_id, revision),
-        "license": license_,
+        "terms": terms,
+        "is_inherited": is_inherited,
+        "notice": _BUILT_WITH.get(terms.get("license", "")),
         "measured": measured,
         "methods": METHODS,
     }
@@ -155,6 +165,22 @@ def _stated_by_source(text: str) -> JsonObject:
         elif value and isinstance(value, list):
             stated[key] = [printable(word) for word in value if isinstance(word, str)]
     return stated
+
+
+def _terms(stated: JsonObject, given: str | None) -> JsonObject:
+    """The front matter about the licence that the user gives, or else about that of the source;
+    nothing if that is unknown or several.
+
+    Args:
+        stated: by the source.
+        given: by the user.
+    """
+    known = str(stated.get("license")).lower()
+    if given is not None and given.lower() != known:
+        return {"license": given.lower()}
+    if "license" not in stated or not LICENSE_ID.fullmatch(known):
+        return {}
+    return {key: stated[key] for key in _LICENSE if key in stated} | {"license": known}
 
 
 def _front_matter(text: str) -> Any:

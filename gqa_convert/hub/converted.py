@@ -121,12 +121,6 @@ class Converted:
         return None, None
 
     @property
-    def needs_remote_code(self) -> bool:
-        """Whether it loads only with `trust_remote_code=True`."""
-        has_own_code = self.record["route"] in ("own file", "checkpoint's own code")
-        return has_own_code and "auto_map" in self.checkpoint.config
-
-    @property
     def auto_class(self) -> str:
         """The class of transformers that loads it."""
         return headless_class(self.checkpoint.config) or auto_class(self.checkpoint.config)

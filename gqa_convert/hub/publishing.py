@@ -147,18 +147,16 @@ def _changes(model: Converted, files: Sequence[HashedFile]) -> list[str]:
     """
     changed, unknown = [], []
     for file in files:
-        written = model.record["written"].get(file.path)
-        if written is None or written.get("sha256") == file.sha256:
-            continue
+        written = model.record["written"].get(file.path, {"sha256": file.sha256})
         if "sha256" not in written:
             unknown.append(file.path)
-        elif is_weight_file(file.path):
-            raise PublishError(
-                f"{model.folder / file.path} has changed since it was written: "
-                "convert or copy it again"
-            )
-        else:
+        elif written["sha256"] != file.sha256:
             changed.append(file.path)
+    if weights := [name for name in changed if is_weight_file(name)]:
+        raise PublishError(
+            f"{model.folder / weights[0]} has changed since it was written: "
+            "convert or copy it again"
+        )
     warnings = []
     if changed:
         warnings.append(f"changed since the conversion: {some(changed)}")

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.errors import InterruptedRunError, OptionError, PublishError, UploadError
-from gqa_convert.hub.licenses import LICENSE_ID
 from gqa_convert.runtime.messages import some
 
+LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,63}")
+"""Identifiers of licences on the Hub."""
 _TIMEOUT_SECONDS = 30
 
 

@@ -13,7 +13,6 @@ another one. A file that is not proven to be the listed one belongs to the user.
 import hashlib
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from gqa_convert.checkpoint.files import raise_error
@@ -32,32 +31,24 @@ MARKER = re.compile(
 )
 
 
-def list_written(folder: Path, result: JsonObject | None) -> dict[str, JsonObject]:
+def list_written(folder: Path, *, hash_weights: bool) -> dict[str, JsonObject]:
     """Return the record's list of files in a new result: the size and SHA-256 of each, or for
-    weights whose hash is not known the size and the time of the last change.
+    weights that are not hashed the size and the time of the last change.
 
     Args:
         folder: the complete result without the record, which is written last. Its weights are
             closed and do not change any more.
-        result: `{"files": {name: {"bytes": ..., "sha256": ...}}}` of the weight files, if their
-            hashes are known.
+        hash_weights: whether weights are hashed, which may take longer than the conversion.
     """
-    # hashing streamed weights would take longer than the conversion
-    known = {} if result is None else result["files"]
     listed = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if name not in known and path.suffix == ".safetensors":
+        if hash_weights or path.suffix != ".safetensors":
+            listed[name] = hash_file(path)
+        else:
             status = path.stat()
             listed[name] = {"bytes": status.st_size, "changed_ns": status.st_ctime_ns}
-        else:
-            listed[name] = known.get(name) or hash_file(path)
     return listed
-
-
-def hash_files(folder: Path, names: Iterable[str]) -> dict[str, JsonObject]:
-    """The sizes and SHA-256 of files by their names, sorted."""
-    return {name: hash_file(folder / name) for name in sorted(names)}
 
 
 def hash_file(path: Path) -> JsonObject:

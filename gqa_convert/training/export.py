@@ -15,7 +15,7 @@ from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.families.loading import load_model
 from gqa_convert.publishing.atomic_files import sync, write_json
-from gqa_convert.publishing.ownership import WRITTEN, hash_files, list_written
+from gqa_convert.publishing.ownership import WRITTEN, list_written
 from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.training.checkpoints import StateDict
@@ -49,9 +49,7 @@ def export_model(
         conversion = earlier_record(source) or {}
         conversion["uptraining_tokens"] = conversion.get("uptraining_tokens", 0) + record["tokens"]
         conversion["uptraining"] = [*conversion.get("uptraining", []), record]
-        weights = [path.name for path in folder.glob("*.safetensors")]
-        conversion["result"] = {"files": hash_files(folder, weights)}
-        conversion[WRITTEN] = list_written(folder, conversion["result"])
+        conversion[WRITTEN] = list_written(folder, hash_weights=True)
         write_json(folder / PROVENANCE, conversion)
         for path in folder.rglob("*"):
             if path.is_file():

@@ -72,10 +72,10 @@ def edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor 
 
 def _record_hash(file: Path) -> None:
     record = file.parent / "gqa_conversion.json"
-    result = json.loads(record.read_text()).get("result") if record.is_file() else None
-    if isinstance(result, dict):
-        result["files"][file.name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        edit_json(record, result=result)
+    written = json.loads(record.read_text())["written"] if record.is_file() else {}
+    if "sha256" in written.get(file.name, {}):
+        written[file.name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        edit_json(record, written=written)
 
 
 def flip(row: int) -> Callable[[torch.Tensor], torch.Tensor]:

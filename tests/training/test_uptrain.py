@@ -148,10 +148,9 @@ def test_the_model_is_an_ordinary_checkpoint(home: Path, tmp_path: Path) -> None
     )
     for folder, written in ((made, record), (tmp_path / "second" / "model", again)):
         raw = (folder / "model.safetensors").read_bytes()
-        assert written["result"] == {
-            "files": {
-                "model.safetensors": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-            }
+        assert written["written"]["model.safetensors"] == {
+            "bytes": len(raw),
+            "sha256": hashlib.sha256(raw).hexdigest(),
         }
 
 
