@@ -165,7 +165,7 @@ class SpeechModel:
         ).input_features
         return made
 
-    def text_tokens(self, text: str) -> list[int]:
+    def text_tokens(self, text: str | None) -> list[int]:
         """The tokens of a text that is said, and the one that ends it; none for a text without
         words.
         """

@@ -113,11 +113,11 @@ def test_batches_hold_what_the_encoder_makes_of_each_sound_and_its_text(
     assert found.tokens == ids.numel()
     assert found.description == f"{ids.numel()} tokens of 5 sounds, texts as stated"
     by_length = sorted(
-        list_audio_files(folder), key=lambda file: len(speech.text_tokens(file.text or ""))
+        list_audio_files(folder), key=lambda file: len(speech.text_tokens(file.text))
     )
     start = speech.model.generation_config.decoder_start_token_id
     for row, file in enumerate(by_length):
-        tokens = [start, *speech.text_tokens(file.text or "")]
+        tokens = [start, *speech.text_tokens(file.text)]
         assert ids[row].tolist() == tokens[: ids.shape[1]]
         features = speech.features(list(cut_windows([file], speech)))
         with torch.no_grad():

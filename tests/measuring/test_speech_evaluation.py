@@ -81,7 +81,7 @@ def test_a_result_is_scored_beside_its_source(tmp_path: Path, source: Path) -> N
     speech = SpeechModel(load_model(source, torch.float32)[0], source)
     losses = []
     for file in list_audio_files(folder)[1:]:
-        tokens = speech.text_tokens(file.text or "")
+        tokens = speech.text_tokens(file.text)
         start = speech.model.generation_config.decoder_start_token_id
         features = speech.features(list(cut_windows([file], speech)))
         with torch.no_grad():

@@ -50,12 +50,12 @@ class Example(NamedTuple):
             the tokens that it reads and their mask, or what it made of a sound.
         blocks: [t], the number of the block that each label belongs to, which is some kilobytes of
             a document; or one number, that of the example.
-        sizes: [t], the UTF-8 bytes of text that each label covers; None if that is not defined.
+        sizes: [t], the UTF-8 bytes of text that each label covers; 0 if that is not defined.
     """
 
     inputs: Mapping[str, Any]
     blocks: Integers | int
-    sizes: Integers | None = None
+    sizes: Integers | int = 0
 
     @property
     def targets(self) -> Integers:
@@ -76,22 +76,20 @@ class Material:
         examples: the longest first, so that memory runs out at the beginning if at all, and little
             padding is needed.
         blocks: the block of each scored token, [n].
-        sizes: the bytes of text that each scored token covers, [n]; None if that is not defined.
+        sizes: the bytes of text that each scored token covers, [n]; 0 if that is not defined.
         largest: the largest token.
     """
 
     def __init__(self, examples: Iterable[Example], note: str | None = None) -> None:
         self.examples = sorted(examples, key=_length, reverse=True)
         self.note = note
-        blocks = [np.broadcast_to(each.blocks, each.targets.shape) for each in self.examples]
-        self.blocks = np.concatenate(blocks)
-        sizes = [each.sizes for each in self.examples if each.sizes is not None]
-        self.sizes = np.concatenate(sizes) if sizes else None
+        columns = []
         self.largest = 0
-        for example in self.examples:
-            for name, values in example.inputs.items():
-                if name != "encoder_outputs":
-                    self.largest = max(self.largest, int(values.max()))
+        for each in self.examples:
+            columns.append(np.broadcast_arrays(each.blocks, each.sizes, each.targets))
+            read = each.inputs.get("decoder_input_ids", each.inputs.get("input_ids"))
+            self.largest = max(self.largest, int(read.max()), int(each.targets.max()))
+        self.blocks, self.sizes, _ = map(np.concatenate, zip(*columns, strict=True))
 
     def by_block(self, values: Array) -> Doubles:
         """Sums of the scored tokens' values in each block, in the order of the text: [blocks]."""
@@ -240,9 +238,9 @@ def _encode_pair(tokenizer: Any, piece: Piece, fields: Fields) -> Document:
                 "another field"
             )
     source, target = piece.text
-    read, _ = encode(tokenizer, source, add_special_tokens=True)
+    read = tokenizer(source, split_special_tokens=True, verbose=False)["input_ids"]
     ids, sizes = encode(tokenizer, target, "text_target", add_special_tokens=True)
-    return Document(ids, sizes, read=read)
+    return Document(ids, sizes, read=np.array(read, np.int64))
 
 
 def text_material(documents: Iterable[Document], tokenizer: Any, window: int) -> Material:
@@ -272,12 +270,11 @@ def text_material(documents: Iterable[Document], tokenizer: Any, window: int) ->
         first_block += -(-int(sizes.sum()) // BLOCK)
         for start in range(0, len(ids) - 1, step):
             scored = slice(start + 1, start + 1 + step)
-            read = ids[start:-1][:step]
-            labels = ids[scored]
-            if start:
-                read = np.concatenate([again, read])
-                labels = np.concatenate([np.full_like(again, IGNORED), labels])
-            inputs = {"input_ids": read, "labels": labels}
+            before = again if start else again[:0]
+            inputs = {
+                "input_ids": np.concatenate([before, ids[start:-1][:step]]),
+                "labels": np.concatenate([np.full_like(before, IGNORED), ids[scored]]),
+            }
             examples.append(Example(inputs, blocks[scored], sizes[scored]))
     if not examples:
         raise DataError(
@@ -418,16 +415,14 @@ def speech_material(
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
         done += len(group)
         progress(done, len(files))
-        windows = [window for window in group if speech.text_tokens(window.text or "")]
+        windows = [window for window in group if speech.text_tokens(window.text)]
         if not windows:
             continue
         encoded = speech.encode(windows)
         heard = speech.transcribe(encoded)
         prompts = speech.prompts(encoded).numpy()
-        for window, written, sound, prompt in zip(
-            windows, heard, encoded.cpu(), prompts, strict=True
-        ):
-            text = window.text or ""
+        rows = zip(windows, heard, encoded.cpu(), prompts, strict=True)
+        for (_, text), written, sound, prompt in rows:
             targets = np.array(speech.text_tokens(text))
             inputs = {
                 "encoder_outputs": sound,
@@ -435,7 +430,7 @@ def speech_material(
                 "labels": np.pad(targets, (len(prompt) - 1, 0), constant_values=IGNORED),
             }
             examples.append(Example(inputs, len(examples)))
-            spoken.append((text, written))
+            spoken.append((str(text), written))
             found += len(targets)
     if not examples:
         raise DataError("all sounds are longer than the encoder's window: cut them into sentences")

@@ -89,9 +89,7 @@ def ask(
         OptionError: a length is too short for the questions.
     """
     end = model.generation_config.eos_token_id or tokenizer.eos_token_id
-    padding = tokenizer.pad_token_id
-    if padding is None:
-        padding = end[0] if isinstance(end, list) else end or 0
+    padding = end[0] if isinstance(end, list) else end or 0
     greedy = generating_with(model, eos_token_id=end, pad_token_id=padding, do_sample=False)
     texts = list(product(lengths, range(-(-questions // PER_TEXT))))
     answers = []

@@ -1,7 +1,6 @@
 """Evaluates several models on the same text: everything except the forward passes."""
 
 import gc
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from gqa_convert.data.sources import Source, find_commits, pinned
 from gqa_convert.data.speech import AudioFile, SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
-from gqa_convert.families.loading import quiet
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.evaluation import scoring
 from gqa_convert.measuring.evaluation.candidates import (
@@ -98,32 +96,29 @@ def evaluate(
     if options.reference is not None:
         names.insert(0, options.reference)
     device = chosen_device(options.device)
-    with warnings.catch_warnings(), quiet():
-        # torch's and transformers', for those who program with them
-        warnings.simplefilter("ignore")
 
-        # what all models can be scored on
-        found = find_models(names, options.revision)
-        objective = common_objective(found, data)
-        most = SPAN_LENGTH if objective == SPANS else LONGEST
-        window = common_length(found, f"--window is {options.window}", options.window, most)
-        asked = options.retrieval and with_lengths(options.retrieval, found, objective)
+    # what all models can be scored on
+    found = find_models(names, options.revision)
+    objective = common_objective(found, data)
+    most = SPAN_LENGTH if objective == SPANS else LONGEST
+    window = common_length(found, f"--window is {options.window}", options.window, most)
+    asked = options.retrieval and with_lengths(options.retrieval, found, objective)
 
-        # the text
-        text = None
-        described: JsonObject = {}
-        if data is not None:
-            reading = partial(progress, "reading")
-            text = read_text(data, found[0], objective, window, options.tokens, reading)
-            described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
+    # the text
+    text = None
+    described: JsonObject = {}
+    if data is not None:
+        reading = partial(progress, "reading")
+        text = read_text(data, found[0], objective, window, options.tokens, reading)
+        described = {"data": asdict(data) | {"tokens_limit": options.tokens}, "context": window}
 
-        # the models, one after the other
-        evaluation = _Evaluation(text, asked, options, device, progress)
-        scores = []
-        for candidate in found:
-            gc.collect()  # the model before it
-            with memory_explained(candidate.name, _LESS):
-                scores.append(evaluation.scores_of(candidate))
+    # the models, one after the other
+    evaluation = _Evaluation(text, asked, options, device, progress)
+    scores = []
+    for candidate in found:
+        gc.collect()  # the model before it
+        with memory_explained(candidate.name, _LESS):
+            scores.append(evaluation.scores_of(candidate))
     return EvaluationFile(
         **measurement("evaluate", command, device),
         **described,
@@ -134,32 +129,32 @@ def evaluate(
     )
 
 
+@dataclass
 class _Evaluation:
     """Measures models, one after the other, on a text and by questions, and compares them with the
     first one.
 
-    Args:
+    Attributes:
         text: in tokens; sounds, which every model encodes; or None.
         asked: questions, or None.
         options: how text is scored.
         device: where models run.
         progress: called with the name of a stage, the steps done and the number of steps.
+        first: the losses of the first model, and its name.
+        answers: those of the first model.
+        reference: the first model, if divergences from it are measured.
+        spelling: for the language that the first model hears.
     """
 
-    def __init__(
-        self,
-        text: Material | list[AudioFile] | None,
-        asked: AskedQuestions | None,
-        options: EvaluationOptions,
-        device: str,
-        progress: Progress,
-    ) -> None:
-        self._text, self._asked, self._options = text, asked, options
-        self._device, self._progress = device, progress
-        self._first: tuple[scoring.Means, str] | None = None
-        self._reference: scoring.Scored | None = None
-        self._spelling: Callable[[str], str] | None = None
-        self._answers: list[Question] | None = None
+    text: Material | list[AudioFile] | None
+    asked: AskedQuestions | None
+    options: EvaluationOptions
+    device: str
+    progress: Progress
+    first: tuple[scoring.Means, str] | None = None
+    answers: list[Question] | None = None
+    reference: scoring.Scored | None = None
+    spelling: Callable[[str], str] | None = None
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
         """A model's entry in the results.
@@ -167,64 +162,47 @@ class _Evaluation:
         Raises:
             DataError: the tokenizer does not belong to the model.
         """
-        model = load(candidate, self._options.dtype, self._device)
+        model = load(candidate, self.options.dtype, self.device)
+        means: dict[str, scoring.Mean] = {}
         found: JsonObject = {}
-        if isinstance(self._text, Material):
-            found = self._scored(candidate, scoring.Scored(model, self._text), {})
-        elif self._text is not None:
-            found = self._heard(candidate, model, self._text)
-        if self._asked is not None:
-            found["retrieval"] = self._found(candidate, model, self._asked)
+        material = self.text
+        if isinstance(material, list):
+            show = partial(self.progress, f"transcribing with {candidate.name}")
+            speech = SpeechModel(model, candidate.folder)
+            material, spoken = speech_material(
+                speech, material, self.options.batch, self.options.tokens, show
+            )
+            self.spelling = self.spelling or spelling(speech, material)
+            means["word_error_rate"] = scoring.mean(*scoring.word_errors(spoken, self.spelling))
+        if material is not None:
+            check_vocabulary(candidate.config, material.largest, candidate.folder)
+            show = partial(self.progress, f"scoring {candidate.name}")
+            scored = scoring.Scored(model, material)
+            loss, *kl = scoring.score(scored, self.options.batch, self.reference, show)
+            means |= scoring.measured(material, loss, *kl)
+            found = scoring.with_errors(means) | {
+                "tokens": len(loss),
+                "bytes": int(material.sizes.sum()) or None,
+                "scored_nan": int((~np.isfinite(loss)).sum()),
+                "note": material.note,
+            }
+            if self.first is not None:
+                found["difference"] = scoring.difference(means, *self.first)
+            self.first = self.first or (means, candidate.name)
+            if self.options.reference:
+                self.reference = self.reference or scored
+        if self.asked is not None:
+            found["retrieval"] = self._retrieval(candidate, model, self.asked)
         dtype = str(model.dtype).removeprefix("torch.")
         return ModelScores(**candidate.stated, dtype=dtype, **found)
 
-    def _heard(self, candidate: Candidate, model: Any, sounds: list[AudioFile]) -> JsonObject:
-        """What a model that hears writes, and its losses."""
-        batch, tokens = self._options.batch, self._options.tokens
-        show = partial(self._progress, f"transcribing with {candidate.name}")
-        speech = SpeechModel(model, candidate.folder)
-        material, spoken = speech_material(speech, sounds, batch, tokens, show)
-        # which language is spoken is for one model to say
-        self._spelling = self._spelling or spelling(speech, material)
-        errors = scoring.mean(*scoring.word_errors(spoken, self._spelling))
-        return self._scored(candidate, scoring.Scored(model, material), {"word_error_rate": errors})
-
-    def _scored(
-        self, candidate: Candidate, scored: scoring.Scored, means: scoring.Means
-    ) -> JsonObject:
-        """The losses of a model, beside the means that are known."""
-        material = scored.material
-        check_vocabulary(candidate.config, material.largest, candidate.folder)
-        show = partial(self._progress, f"scoring {candidate.name}")
-        loss, *kl = scoring.score(scored, self._options.batch, self._reference, show)
-        means = {**means, **scoring.measured(material, loss, *kl)}
-        found = scoring.with_errors(means) | {
-            "tokens": len(loss),
-            "bytes": None if material.sizes is None else int(material.sizes.sum()),
-            "scored_nan": int((~np.isfinite(loss)).sum()),
-            "note": material.note,
-        }
-        if self._first is not None:
-            found["difference"] = scoring.difference(means, *self._first)
-        self._first = self._first or (means, candidate.name)
-        if self._options.reference:
-            self._reference = self._reference or scored
-        return found
-
-    def _found(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Found]:
-        """What a model finds in long texts."""
+    def _retrieval(self, candidate: Candidate, model: Any, asked: AskedQuestions) -> list[Found]:
         tokenizer = candidate.tokenizer
         ids = tokenizer(" ".join(filler()), verbose=False)["input_ids"]
         check_vocabulary(candidate.config, max(ids), candidate.folder)
-        show = partial(self._progress, f"asking {candidate.name}")
-        answers = ask(
-            model,
-            tokenizer,
-            asked.lengths,
-            asked.questions,
-            batch=self._options.batch,
-            progress=show,
-        )
-        found = shares(answers, self._answers)
-        self._answers = self._answers or answers
+        show = partial(self.progress, f"asking {candidate.name}")
+        batch = self.options.batch
+        answers = ask(model, tokenizer, **asked.as_json(), batch=batch, progress=show)
+        found = shares(answers, self.answers)
+        self.answers = self.answers or answers
         return found

@@ -148,7 +148,7 @@ def measured(material: Material, loss: Array, kl: Array | None = None) -> dict[s
     losses = material.by_block(loss)
     tokens = material.by_block(np.ones_like(loss))
     found = {"loss": mean(losses, tokens)}
-    if material.sizes is not None:
+    if material.sizes.any():
         bits = material.by_block(material.sizes * math.log(2))
         found["bits_per_byte"] = mean(losses, bits)
     if kl is not None:

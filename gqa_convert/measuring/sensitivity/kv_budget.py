@@ -144,18 +144,17 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
         layers: the costs of each layer.
         limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
-    # by the bytes taken: the least cost, and the numbers that have it
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    # by the bytes taken: the least cost, with these bytes and the numbers that have it
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for layer in layers:
         before, best = best, {}
-        for taken, (cost, numbers) in before.items():
+        for cost, taken, numbers in before.values():
             for heads, kl in {**layer.kl, layer.kv_heads: 0.0}.items():
                 total = taken + heads * layer.head_bytes
                 together = math.inf if kl is None else cost + kl
                 if total <= limit and (total not in best or together < best[total][0]):
-                    best[total] = together, (*numbers, heads)
-    _, _, cheapest = min((cost, total, numbers) for total, (cost, numbers) in best.items())
-    return cheapest
+                    best[total] = together, total, (*numbers, heads)
+    return min(best.values())[-1]
 
 
 def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
