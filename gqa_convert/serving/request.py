@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TokenIds = list[int]
+Config = dict[str, Any]
+"""Of a checkpoint."""
 
 NEW_TOKENS = 24
 """Number of tokens that an engine decodes after each prompt."""
@@ -43,7 +45,7 @@ class Request:
     written: list[TokenIds]
 
 
-def commands(config: dict[str, Any]) -> TokenIds:
+def commands(config: Config) -> TokenIds:
     """Tokens that a model that hears may not write here: its end of text, at which CTranslate2
     stops, and what stands behind that in a Whisper's vocabulary, since CTranslate2 reads a prompt
     with one of these in another way.
@@ -56,7 +58,7 @@ def commands(config: dict[str, Any]) -> TokenIds:
     return list(range(end, config["vocab_size"])) if is_whisper else [end]
 
 
-def random_sound(config: dict[str, Any]) -> Any:
+def random_sound(config: Config) -> Any:
     """What a model that hears gets beside every prompt: noise, float32 [1, mel bins, frames].
 
     Args:

@@ -36,6 +36,10 @@ STREAM_TOKENS = 1_000_000
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
+Spoken = list[tuple[str, str]]
+"""What was said in each sound, and what a model wrote."""
+Spelling = Callable[[str], str]
+"""Gives texts that say the same one spelling."""
 
 
 # What is scored
@@ -386,7 +390,7 @@ def speech_material(
     batch: int,
     limit: int | None,
     progress: StageProgress,
-) -> tuple[Material, list[tuple[str, str]]]:
+) -> tuple[Material, Spoken]:
     """Sounds with their texts, on which the encoder runs once. Those without words and those longer
     than the encoder's window are left out, and counted.
 
@@ -398,7 +402,7 @@ def speech_material(
         progress: called with the number of files that are done, and of all.
 
     Returns:
-        What is scored; and what was said in each sound, and what the model wrote.
+        What is scored, and what was said.
 
     Raises:
         DataError: a file has no text or can't be read, or all are too long.
@@ -409,7 +413,7 @@ def speech_material(
             "or metadata.csv, a row with file_name and text for each file"
         )
     examples: list[Example] = []
-    spoken: list[tuple[str, str]] = []
+    spoken: Spoken = []
     done = found = 0
     while done < len(files) and (limit is None or found < limit):
         group = [next(cut_windows([file], speech)) for file in files[done : done + batch]]
@@ -440,9 +444,8 @@ def speech_material(
     return Material(examples, note), spoken
 
 
-def spelling(speech: SpeechModel, material: Material) -> Callable[[str], str]:
-    """What gives texts that say the same one spelling: what papers on Whisper apply before they
-    count words.
+def spelling(speech: SpeechModel, material: Material) -> Spelling:
+    """What papers on Whisper apply before they count words.
 
     Args:
         speech: a model. The spellings of English come with its checkpoint, if at all.
@@ -456,7 +459,7 @@ def spelling(speech: SpeechModel, material: Material) -> Callable[[str], str]:
     languages = getattr(speech.model.generation_config, "lang_to_id", None) or {}
     english = languages.get("<|en|>")
     heard = sum(english in example.inputs["decoder_input_ids"] for example in material.examples)
-    normal: Callable[[str], str] = BasicTextNormalizer()
+    normal: Spelling = BasicTextNormalizer()
     if not languages or 2 * heard >= len(material.examples):
         spellings = getattr(speech.tokenizer, "english_spelling_normalizer", None) or {}
         normal = EnglishTextNormalizer(spellings)

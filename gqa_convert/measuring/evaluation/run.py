@@ -1,7 +1,7 @@
 """Evaluates several models on the same text: everything except the forward passes."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,13 @@ from gqa_convert.measuring.evaluation.candidates import (
     find_models,
     load,
 )
-from gqa_convert.measuring.evaluation.examples import Material, read_text, speech_material, spelling
+from gqa_convert.measuring.evaluation.examples import (
+    Material,
+    Spelling,
+    read_text,
+    speech_material,
+    spelling,
+)
 from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
 from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
@@ -154,7 +160,7 @@ class _Evaluation:
     first: tuple[scoring.Means, str] | None = None
     answers: list[Question] | None = None
     reference: scoring.Scored | None = None
-    spelling: Callable[[str], str] | None = None
+    spelling: Spelling | None = None
 
     def scores_of(self, candidate: Candidate) -> ModelScores:
         """A model's entry in the results.

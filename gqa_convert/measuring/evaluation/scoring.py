@@ -12,7 +12,7 @@ block by block.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from gqa_convert.errors import MissingExtraError
 from gqa_convert.losses.distillation import token_losses
 from gqa_convert.losses.output_layer import without_output_layer
 from gqa_convert.measuring import StageProgress, no_progress
-from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material
+from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material, Spelling, Spoken
 from gqa_convert.measuring.results import Difference
 from gqa_convert.runtime.json_objects import JsonObject
 
@@ -168,13 +168,13 @@ def difference(means: Means, other: Means, name: str) -> Difference:
     return Difference(to=name, **with_errors(gaps))
 
 
-def word_errors(spoken: Sequence[tuple[str, str]], spelling: Callable[[str], str]) -> Doubles:
+def word_errors(spoken: Spoken, spelling: Spelling) -> Doubles:
     """[2, m], the words of each sound that are wrong, missing or too many (Levenshtein distance),
     and those that are said.
 
     Args:
-        spoken: what was said in each sound, and what the model wrote.
-        spelling: gives both one spelling, so that words alone count.
+        spoken: what was said, and what the model wrote.
+        spelling: for both, so that words alone count.
 
     Raises:
         MissingExtraError: rapidfuzz is not installed.

@@ -12,6 +12,9 @@ from gqa_convert.conversion.plan import merging_counts
 from gqa_convert.errors import OptionError
 from gqa_convert.runtime.json_objects import Result
 
+Numbers = tuple[int, ...]
+"""The number of K/V heads of each layer."""
+
 
 class KVBudget(NamedTuple):
     """What the K/V cache of a result may take per token, over all layers.
@@ -76,7 +79,7 @@ class HeadAllocation:
     """
 
     rule: str
-    groups: tuple[int, ...]
+    groups: Numbers
     kv_bytes_per_token: int
     kl: float | None
 
@@ -136,7 +139,7 @@ def numbers_text(groups: int | list[int]) -> str:
     return str(groups).strip("[]").replace(" ", "")
 
 
-def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
+def least_sum(layers: Sequence[LayerCosts], limit: int) -> Numbers:
     """The number of K/V heads of each layer that together cost least, by dynamic programming over
     the bytes taken.
 
@@ -145,7 +148,7 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
         limit: bytes per token that all layers may take together, enough for the smallest numbers.
     """
     # by the bytes taken: the least cost, with these bytes and the numbers that have it
-    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
+    best: dict[int, tuple[float, int, Numbers]] = {0: (0.0, 0, ())}
     for layer in layers:
         before, best = best, {}
         for cost, taken, numbers in before.values():
@@ -157,7 +160,7 @@ def least_sum(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
     return min(best.values())[-1]
 
 
-def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> tuple[int, ...]:
+def largest_uniform(layers: Sequence[LayerCosts], limit: int) -> Numbers:
     """The largest number of K/V heads that is possible in all layers within the limit, once for
     each layer.
     """

@@ -47,6 +47,10 @@ Merging = Callable[[SourceLayer, CapturedAttention, Sequence[int]], Iterator[Ten
 the source with its calls on the text, and the numbers, it yields the tensors for each number.
 """
 Batches = Sequence[Batch]
+Blocks = list[tuple[float, int, float, int]]
+"""Of each block of text: the sum of losses, of how many predicted tokens, the sum of divergences
+from the source, and of how many tokens.
+"""
 Copy = Mapping[str, int]
 """The number of K/V heads of each merged layer, by the layer's module; other layers are the
 source's.
@@ -240,14 +244,9 @@ def score_copies(
     return scores
 
 
-def _sums_of_blocks(
-    streams: Sequence[Stream], held_out: Batches
-) -> list[list[tuple[float, int, float, int]]]:
-    """Of each stream, of which the first is the source, and of each block of text: the sum of
-    losses, of how many predicted tokens, the sum of divergences from the source, and of how many
-    tokens.
-    """
-    found: list[list[tuple[float, int, float, int]]] = [[] for _ in streams]
+def _sums_of_blocks(streams: Sequence[Stream], held_out: Batches) -> list[Blocks]:
+    """The sums over each block of text, of each stream; the first stream is the source."""
+    found: list[Blocks] = [[] for _ in streams]
     for number, batch in enumerate(held_out):
         source = streams[0].logits(number)
         targets = batch.get("labels")
