@@ -142,8 +142,8 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
 ) -> None:
     out, printed, notes = converted
     assert (
-        printed["groups"]
-        == json.loads((out / "gqa_conversion.json").read_text())["groups"]
+        printed["kv_heads"]
+        == json.loads((out / "gqa_conversion.json").read_text())["kv_heads"]
         == CHOSEN
     )
     budget = printed["budget"]
