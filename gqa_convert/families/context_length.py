@@ -35,17 +35,12 @@ VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def stated_positions(config: Config, names: Sequence[str] = POSITIONS) -> int | None:
+def stated_positions(config: Config) -> int | None:
     """Number of tokens for which a model has positions (the decoder, in an encoder-decoder); None
     for any number, or where the config does not say.
-
-    Args:
-        config: what config.json holds.
-        names: of the keys; `ENCODER_POSITIONS` for the encoder.
     """
-    return (
-        None if record_of(config).is_t5 else stated_count(config, names)
-    )  # a T5's `n_positions` has no effect
+    # a T5's `n_positions` has no effect
+    return None if record_of(config).is_t5 else stated_count(config, POSITIONS)
 
 
 def intended_length(config: Config, names: Sequence[str] = POSITIONS) -> int | None:
@@ -54,7 +49,7 @@ def intended_length(config: Config, names: Sequence[str] = POSITIONS) -> int | N
 
     Args:
         config: what config.json holds.
-        names: as for `stated_positions`.
+        names: of the keys; `ENCODER_POSITIONS` for the encoder.
     """
     return stated_count(config, names) or (SPAN_LENGTH if record_of(config).is_t5 else None)
 

@@ -60,7 +60,7 @@ def eager_attention(
     """Attention whose scores [B, H, L, S] are added to a bias and a mask that broadcast to them,
     with a softmax in float32.
 
-    transformers' own functions ignore further options as well; `check_fit` refuses one that they
+    transformers' own functions ignore further options as well; `misfits` finds one that they
     begin to use.
     """
     size = query.shape[1] // key.shape[1]
@@ -118,6 +118,12 @@ def attend(module, query, key, value, mask, dropout, **options):
     return output.flatten(2), weights
 
 
+def narrowed(projection, width):
+    """A projection like another one, with `width` rows whose numbers are loaded later."""
+    has_bias = projection.bias is not None
+    return type(projection)(projection.in_features, width, bias=has_bias)
+
+
 def split_heads(states, head_dim):
     """[B, L, heads * c] -> [B, heads, L, c]."""
     return states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -149,8 +155,7 @@ class GroupedAttention:
         self.num_key_value_groups = num_key_value_groups
         for name in self.projections:
             stock = getattr(self, name)
-            width = stock.out_features // num_key_value_groups
-            setattr(self, name, nn.Linear(stock.in_features, width, bias=stock.bias is not None))
+            setattr(self, name, narrowed(stock, stock.out_features // num_key_value_groups))
 
 
 class FusedAttention(GroupedAttention):
@@ -158,19 +163,14 @@ class FusedAttention(GroupedAttention):
     head by head.
     """
 
-    projections = ("query_key_value",)
+    projection = "query_key_value"
 
     def regroup(self, num_key_value_groups):
         self.num_key_value_groups = num_key_value_groups
-        (name,) = self.projections
-        stock = getattr(self, name)
-        hidden_size = stock.in_features
-        self.widths = [
-            hidden_size,
-            hidden_size // num_key_value_groups,
-            hidden_size // num_key_value_groups,
-        ]
-        setattr(self, name, type(stock)(hidden_size, sum(self.widths), bias=stock.bias is not None))
+        stock = getattr(self, self.projection)
+        width = stock.in_features // num_key_value_groups
+        self.widths = [stock.in_features, width, width]
+        setattr(self, self.projection, narrowed(stock, sum(self.widths)))
 
     def split(self, states):
         """Queries, keys and values [B, heads, L, c] from the projected states [B, L, (H + 2 N) *
@@ -186,26 +186,26 @@ def taken(function):
     return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
 
 
-def check_fit(stock, grouped):
-    """Check that this file knows the attention class of the installed transformers.
-
-    Raises:
-        ImportError: it does not, so that numbers could be wrong in silence.
+def misfits(stock, grouped):
+    """Yields in what an attention class of the installed transformers is unknown to this file, so
+    that numbers could be wrong in silence.
     """
+    if not {*CACHE_NAMES} & taken(stock.forward):
+        yield "takes its cache under another name"
     if grouped.forward is not stock.forward:
-        own = taken(grouped.forward)
+        own, known = taken(grouped.forward), {*CACHE_NAMES, *grouped.handed_on}
         for name in sorted(own - taken(stock.forward)):
-            raise misfit(stock, f"has no argument {name}")
-        for name in sorted(taken(stock.forward) - own - {*CACHE_NAMES, *grouped.handed_on}):
-            raise misfit(stock, f"takes {name}")
+            yield f"has no argument {name}"
+        for name in sorted(taken(stock.forward) - own - known):
+            yield f"takes {name}"
         return
     forward = inspect.unwrap(stock.forward)
     for name in grouped.replaced:
         if name not in forward.__code__.co_names:
-            raise misfit(stock, f"does without {name}")
+            yield f"does without {name}"
     eager = forward.__globals__.get("eager_attention_forward", eager_attention)
     for name in sorted(taken(eager) - taken(eager_attention)):
-        raise misfit(stock, f"hands {name} to attention")
+        yield f"hands {name} to attention"
 
 
 def grouped_forward(forward):
@@ -235,10 +235,9 @@ def attention_class(stock, grouped):
         ImportError: this file does not know the class as it is in the installed transformers.
     """
     made = type(PREFIX + stock.__name__, (grouped, stock), {})
-    check_fit(stock, made)
-    made.cache_name = next((name for name in CACHE_NAMES if name in taken(stock.forward)), None)
-    if made.cache_name is None:
-        raise misfit(stock, "takes its cache under another name")
+    if what := next(misfits(stock, made), None):
+        raise misfit(stock, what)
+    made.cache_name = next(name for name in CACHE_NAMES if name in taken(stock.forward))
     if made.forward is stock.forward:
         made.forward = grouped_forward(stock.forward)
     globals()[made.__name__] = made  # where pickle looks for it

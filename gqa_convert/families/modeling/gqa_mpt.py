@@ -14,7 +14,7 @@ class GroupedMptAttention(FusedAttention):
     must not look.
     """
 
-    projections = ("Wqkv",)
+    projection = "Wqkv"
     heads_name = "n_heads"
 
     def forward(self, hidden_states, position_bias, attention_mask=None, **options):
