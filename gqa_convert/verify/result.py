@@ -56,6 +56,11 @@ class HeadTensor:
     counts: dict[Role, int]
     blocks: int
 
+    @property
+    def heads(self) -> int:
+        """In each of the tensors."""
+        return sum(self.counts.values()) // len(self.names)
+
     def read(self, tensors: Tensors) -> Heads:
         """The heads in the tensors of the checkpoint."""
         parts = self._parts(self._whole(tensors))
@@ -173,6 +178,19 @@ class Result:
                 found[name] |= {"query", "key"}
             if not (clips or family.value_constraint):
                 found[name] |= {"value", "output"}
+        return found
+
+    @cached_property
+    def touched(self) -> list[tuple[HeadTensor, HeadTensor, set[Role]]]:
+        """The tensors in SOURCE and in OUT that hold merged heads, or heads that the method may
+        make anything of, and the roles of these.
+        """
+        found = []
+        for module in self.changed:
+            free = self.free.get(module.name, set())
+            for before, after in module.tensors:
+                if before.counts.keys() & free.union(MERGED):
+                    found.append((before, after, free))
         return found
 
 

@@ -10,7 +10,12 @@ from gqa_convert.verify.inputs import Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.report import VerificationReport
 from gqa_convert.verify.result import Result, read_result
-from gqa_convert.verify.tensors import TensorChecks, check_spans
+from gqa_convert.verify.tensors import (
+    check_headers,
+    check_merged,
+    check_spans,
+    check_untouched,
+)
 
 
 def _show_nothing(*_: object) -> None:
@@ -53,11 +58,11 @@ def verify_checkpoint(
         weights = report.check("files", open_result, inputs.out)
         result: Result | None = weights and report.check("heads", read_result, inputs, weights)
         if result:
-            tensors = TensorChecks(result, progress)
-            report.check("tensor names", tensors.names)
-            report.check("untouched tensors", tensors.untouched)
-            if report.check("merged tensors", tensors.merged) and result.folds:
-                report.check("spans", check_spans, result)
+            if report.check("tensor headers", check_headers, result):
+                report.check("untouched tensors", check_untouched, result, progress)
+                is_merged = report.check("merged tensors", check_merged, result, progress)
+                if is_merged and result.folds:
+                    report.check("spans", check_spans, result)
             report.check("config", check_config, result)
             report.check("provenance", check_provenance, result)
             if result.modeling:

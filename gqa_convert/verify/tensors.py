@@ -12,18 +12,8 @@ from torch import Tensor
 from gqa_convert.verify.config import compare_json
 from gqa_convert.verify.inputs import Progress, Tensors
 from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import (
-    FACTORED,
-    FITTED,
-    MERGED,
-    PLAIN,
-    Heads,
-    HeadTensor,
-    Module,
-    Result,
-)
+from gqa_convert.verify.result import FITTED, MERGED, PLAIN, HeadTensor, Module, Result, Role
 
-_ROLES = ("query", "key", "value", "output")
 _EXACT = 1e-6
 """Of a head's size: what arithmetic in float32 may add to twice the rounding of the result."""
 _TRAINED = 0.9
@@ -37,108 +27,92 @@ heads have 1.4 or more.
 _MIXTURES = 16
 
 
-class TensorChecks:
-    """The checks on tensors; each ends at the first tensor that differs.
+def check_headers(result: Result) -> str:
+    """OUT has SOURCE's tensors, of the same types and, but for the number of K/V heads, of the same
+    shapes. Its files have SOURCE's metadata.
+    """
+    inputs = result.inputs
+    source = inputs.source.tensors
+    shapes = {name: list(tensor.shape) for name, tensor in source.items()}
+    for before, after, _ in result.touched:
+        for name in before.names[len(after.names) :]:  # norms of K/V heads that OUT does not have
+            del shapes[name]
+        for name in after.names:
+            size = shapes[name][after.axis]
+            shapes[name][after.axis] = size // before.heads * after.heads
+    expected = {}
+    for name, shape in shapes.items():
+        # a rewritten SOURCE holds some tensors in a wider type
+        dtype = inputs.result_dtypes.get(name, source[name].dtype)
+        expected[name] = [str(dtype), shape]
+    tensors = result.weights.tensors.items()
+    found = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors}
+    compare_json("the header of OUT", found, expected)
+    metadata = {"format": "pt"} | inputs.original.metadata
+    compare_json("the metadata of OUT", result.weights.metadata, metadata)
+    return f"{len(expected)} tensors"
+
+
+def check_untouched(result: Result, progress: Progress) -> str:
+    """Every tensor that the conversion leaves alone has SOURCE's bytes.
 
     Args:
         result: OUT.
-        progress: called with the stage `tensors`, and how many of OUT's bytes were compared.
+        progress: called with the stage `tensors`.
     """
+    source, out = result.inputs.source.tensors, result.weights.tensors
+    touched = {name for before, _, _ in result.touched for name in before.names}
+    names = [name for name in source if name not in touched]
+    for number, name in enumerate(names, 1):
+        progress("tensors", number, len(names))
+        if not _same_bits(out[name], source[name].to(out[name].dtype)):
+            raise Failure(f"{name} has other numbers than SOURCE's")
+    return f"{len(names)} tensors, bit for bit"
 
-    def __init__(self, result: Result, progress: Progress) -> None:
-        self._result = result
-        self._source = result.inputs.source.tensors
-        self._out = result.weights.tensors
-        self._progress = progress
-        self._done = 0
-        self._total = sum(tensor.nbytes for tensor in self._out.values())
-        # the tensors that hold merged heads, or heads that the method may change, and the roles of
-        # these
-        self._touched = []
-        for module in result.changed:
-            free = result.free.get(module.name, set())
-            for before, after in module.tensors:
-                if before.counts.keys() & free.union(MERGED):
-                    self._touched.append((before, after, free))
 
-    def names(self) -> str:
-        """OUT has SOURCE's tensors, except the norms of K/V heads that it does not have, and its
-        files SOURCE's metadata.
-        """
-        expected = set(self._source)
-        for before, after, _ in self._touched:
-            expected.difference_update(before.names[len(after.names) :])
-        found = self._out.keys()
-        if expected != found:
-            missing, added = sorted(expected - found)[:3], sorted(found - expected)[:3]
-            raise Failure(f"missing: {missing}, not in SOURCE: {added}")
-        metadata = {"format": "pt"} | self._result.inputs.original.metadata
-        compare_json("the metadata of the weight files", self._result.weights.metadata, metadata)
-        return f"{len(expected)} tensors"
+def check_merged(result: Result, progress: Progress) -> str:
+    """Every K/V head is what the method makes of its group, as far as that can be said from the
+    heads alone; query heads and gates that the method leaves alone are SOURCE's.
 
-    def untouched(self) -> str:
-        """Every tensor that the conversion leaves alone has SOURCE's type, shape and bytes."""
-        names = set(self._source)
-        for before, _, _ in self._touched:
-            names.difference_update(before.names)
-        for name in sorted(names):
-            self._check_type(name)
-            ours = self._out[name]
-            if not _same_bits(ours, self._source[name].to(ours.dtype)):
-                raise Failure(f"{name} has other numbers or another shape than SOURCE's")
-        return f"{len(names)} tensors, bit for bit"
+    Args:
+        result: OUT.
+        progress: called with the stage `merged tensors`.
+    """
+    source, out = result.inputs.source.tensors, result.weights.tensors
+    for number, (before, after, free) in enumerate(result.touched, 1):
+        progress("merged tensors", number, len(result.touched))
+        theirs = before.read(source)
+        for role, ours in after.read(out).items():
+            where = f"{after.names[0]} has {role} heads"
+            if role in free and not ours.isfinite().all():
+                raise Failure(f"{where} with NaN or Inf")
+            if role not in free and not _is_merge(result, theirs[role], ours):
+                raise Failure(f"{where} with other numbers than they must have")
+    how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
+    return f"{len(result.touched)} tensors, {how}"
 
-    def merged(self) -> str:
-        """Every K/V head is what the method makes of its group, as far as that can be said from the
-        heads alone; query heads and gates that the method leaves alone are SOURCE's.
-        """
-        result = self._result
-        known = (*PLAIN, FACTORED, FITTED)
-        if result.merged and result.method not in known:
-            raise Failure(f"method {result.method!r} is none of {', '.join(known)}")
-        for before, after, free in self._touched:
-            for name in after.names:
-                self._check_type(name)
-            theirs = before.read(self._source)
-            for role, ours in after.read(self._out).items():
-                where = f"{after.names[0]} has {role} heads"
-                if ours.shape[1:] != theirs[role].shape[1:]:
-                    raise Failure(f"{where} of another shape than SOURCE's")
-                if role in free and not ours.isfinite().all():
-                    raise Failure(f"{where} with NaN or Inf")
-                if role not in free and not self._is_merge(theirs[role], ours):
-                    raise Failure(f"{where} with other numbers than they must have")
-        how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
-        return f"{len(self._touched)} tensors, {how}"
 
-    def _check_type(self, name: str) -> None:
-        """A tensor of OUT has SOURCE's type, unless that was wider."""
-        tensor = self._out[name]
-        self._done += tensor.nbytes
-        self._progress("tensors", self._done, self._total)
-        dtype = self._result.inputs.result_dtypes.get(name, self._source[name].dtype)
-        if tensor.dtype != dtype:
-            raise Failure(f"{name} is {tensor.dtype}, expected {dtype}")
-
-    def _is_merge(self, theirs: Tensor, ours: Tensor) -> bool:
-        """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values
-        are means because they may not be folded, the rounded mean.
-        """
-        copies = max(1, len(ours) // len(theirs))
-        groups = theirs.repeat_interleave(copies, 0).unflatten(0, (len(ours), -1))
-        size = groups.shape[1]
-        if self._result.method == "first" or size == 1:
-            return _same_bits(ours, groups[:, 0].to(ours.dtype))
-        if self._result.folds:
-            mean = groups.double().mean(1)
-            # with a text, it was rounded to float32 first
-            share = 1e-7 if self._result.inputs.claims.get("calibration") else 1e-12
-            rounding = _half_units(mean, ours.dtype) + share * mean.abs()
-            return bool(((ours.double() - mean).abs() <= rounding).all())
-        # added head by head
-        wide = torch.float32 if ours.itemsize == 2 else torch.float64
-        total = reduce(torch.add, groups.to(wide).unbind(1))
-        return _same_bits(ours, (total / size).to(ours.dtype))
+def _is_merge(result: Result, theirs: Tensor, ours: Tensor) -> bool:
+    """Whether heads are what the method makes of SOURCE's: bit for bit or, where keys or values are
+    means because they may not be folded, the rounded mean.
+    """
+    copies = max(1, len(ours) // len(theirs))
+    groups = theirs.repeat_interleave(copies, 0).unflatten(0, (len(ours), -1))
+    size = groups.shape[1]
+    if result.method == "first" or size == 1:
+        return _same_bits(ours, groups[:, 0].to(ours.dtype))
+    if result.folds:
+        mean = groups.double().mean(1)
+        # with a text, it was rounded to float32 first
+        share = 1e-7 if result.inputs.claims.get("calibration") else 1e-12
+        rounding = _half_units(mean, ours.dtype) + share * mean.abs()
+        return bool(((ours.double() - mean).abs() <= rounding).all())
+    if result.method not in PLAIN:
+        raise Failure(f"there is no method {result.method!r}")
+    # added head by head
+    wide = torch.float32 if ours.itemsize == 2 else torch.float64
+    total = reduce(torch.add, groups.to(wide).unbind(1))
+    return _same_bits(ours, (total / size).to(ours.dtype))
 
 
 def check_spans(result: Result) -> str:
@@ -163,16 +137,15 @@ def _check_module(result: Result, module: Module) -> float:
     """The largest share of a head of a module that is not made of what it must be made of."""
     order = result.inputs.claims.get("head_order", {}).get(module.name, [*range(module.before)])
     before, after = zip(*module.tensors, strict=True)
-    theirs = _joined_heads(before, result.inputs.source.tensors)
-    ours = _joined_heads(after, result.weights.tensors)
-    dtype = result.weights.tensors[after[0].names[0]].dtype
+    source, out = result.inputs.source.tensors, result.weights.tensors
+    dtype = out[after[0].names[0]].dtype
     is_trained = result.method == FITTED
     share = _TRAINED if is_trained else _EXACT
     worst = 0.0
-    for role in sorted(result.free.get(module.name, set()).intersection(_ROLES)):
-        heads = ours[role]
+    for role in sorted(result.free.get(module.name, set()) - {"output_bias"}):
+        heads = _joined_heads(role, after, out)
         # source heads by the K/V head that they belong to, in the order in which these were merged
-        by_head = theirs[role].unflatten(0, (len(order), -1))[order]
+        by_head = _joined_heads(role, before, source).unflatten(0, (len(order), -1))[order]
         made_from = by_head.reshape(len(heads), -1, heads.shape[2])
         rounding = 2 * _half_units(heads, dtype).norm(dim=(1, 2))
         sizes = heads.norm(dim=(1, 2))
@@ -212,29 +185,24 @@ def _distances(heads: Tensor, made_from: Tensor) -> Tensor:
     return squares.clamp(min=0).sqrt()
 
 
-def _joined_heads(held: tuple[HeadTensor, ...], tensors: Tensors) -> Heads:
-    """The heads of queries, keys and values with their biases, [heads, c, e], and the columns of
-    the output projection that each query head feeds, [query heads, c, outputs], in float64.
+def _joined_heads(role: Role, held: tuple[HeadTensor, ...], tensors: Tensors) -> Tensor:
+    """The heads of a role in a module: those of queries, keys and values [heads, c, e] with their
+    biases, or the columns of the output projection that each query head feeds, [heads, c, outputs],
+    in float64.
 
     Args:
-        held: the tensors of a module, weights before their biases.
+        role: query, key, value or output.
+        held: the tensors of the module, weights before their biases.
         tensors: of the same checkpoint.
     """
-    found: Heads = {}
-    for tensor in held:
-        for role, heads in tensor.read(tensors).items():
-            if role in found:
-                heads = torch.cat([found[role], heads.unsqueeze(-1)], -1)
-            if role in _ROLES:
-                found[role] = heads.double()
-    return found
+    found = [tensor.read(tensors)[role].double() for tensor in held if role in tensor.counts]
+    weights, *biases = found
+    return torch.cat([weights, *(bias.unsqueeze(-1) for bias in biases)], -1)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of a type have the same shape and bytes. NaN equals itself, and -0.0 not
-    0.0.
-    """
-    return a.shape == b.shape and bool(torch.equal(_bytes(a), _bytes(b)))
+    """Whether two tensors have the same bytes. NaN equals itself, and -0.0 not 0.0."""
+    return bool(torch.equal(_bytes(a), _bytes(b)))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

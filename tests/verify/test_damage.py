@@ -29,7 +29,7 @@ from tests.helpers.verification import (
 )
 
 MERGED, UNTOUCHED, SPANS = {"merged tensors"}, {"untouched tensors"}, {"spans"}
-FILES, CONFIG, CLAIMS, NAMES = {"files"}, {"config"}, {"provenance"}, {"tensor names"}
+FILES, CONFIG, CLAIMS, HEADERS = {"files"}, {"config"}, {"provenance"}, {"tensor headers"}
 CODE, CARRIED, HASHES = {"modelling file"}, {"copied files"}, {"hashes"}
 
 STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
@@ -200,7 +200,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "one layer with all heads": (
         LLAMA,
         change(KEY, lambda t: t.repeat_interleave(4, dim=0)),
-        MERGED,
+        HEADERS,
     ),
     "query heads swapped": (FUSED, exchange(NEOX, 0, 1, 8), MERGED),
     "keys and values of cross-attention": (
@@ -211,9 +211,9 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "bias not merged": (
         ("opt", 4),
         lambda out, s: edit(out, OPT, lambda _: tensor_of(s, OPT)),
-        MERGED,
+        HEADERS,
     ),
-    "bias missing": (("opt", 4), remove(OPT), NAMES | MERGED),
+    "bias missing": (("opt", 4), remove(OPT), HEADERS),
     "encoder left alone, changed": (
         ("bart", 4),
         change(f"{BART}.k_proj.weight", flip(95)),
@@ -223,7 +223,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "encoder of another count": (
         ENCODED,
         change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()),
-        MERGED,
+        HEADERS,
     ),
     # rewritten sources
     "gain not in the queries": (("neox", 3), without_gain, UNTOUCHED),
@@ -233,7 +233,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
         scale("model.layers.1.input_layernorm.weight", 1.001),
         UNTOUCHED,
     ),
-    "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), NAMES),
+    "one layer more": (("neox", 3), add("model.layers.2.mlp.fc1.weight"), HEADERS),
     "rotary base": (
         ("neox", 3),
         inside("config.json", "rope_parameters", rope_theta=501.0),
@@ -249,9 +249,9 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "missing tensor": (LLAMA, remove(NORM), FILES),
     "extra tensor": (LLAMA, add("model.more.weight"), FILES),
     "negative zero": (LLAMA, change(NORM, lambda t: t * -0.0), UNTOUCHED),
-    "other type": (LLAMA, change(NORM, lambda t: t.float()), UNTOUCHED),
-    "other type of a key": (LLAMA, change(KEY, lambda t: t.float()), MERGED),
-    "other shape": (LLAMA, change(NORM, lambda t: t.reshape(2, -1)), UNTOUCHED),
+    "other type": (LLAMA, change(NORM, lambda t: t.float()), HEADERS),
+    "other type of a key": (LLAMA, change(KEY, lambda t: t.float()), HEADERS),
+    "other shape": (LLAMA, change(NORM, lambda t: t.reshape(2, -1)), HEADERS),
     "not finite": (LLAMA, change(KEY, lambda t: t * torch.nan), MERGED),
     "stale weights": (LLAMA, write("pytorch_model.bin", b"x"), FILES),
     "stale weights in a folder": (LLAMA, write("onnx/model.onnx", b"x"), FILES),
@@ -307,18 +307,18 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "claims an unknown method": (LLAMA, claims(method="magic"), MERGED),
     "claims nothing": (LLAMA, delete("gqa_conversion.json"), CLAIMS | MERGED),
     "encoder said to be converted": (("bart", 4), claims(encoder=True), CONFIG),
-    "encoder said to be left alone": (ENCODED, claims(encoder=False), UNTOUCHED | CONFIG),
+    "encoder said to be left alone": (ENCODED, claims(encoder=False), HEADERS | CONFIG),
     "a list for hashes": (SMALL, claims(written=[]), HASHES),
     "a number for a hash": (SMALL, claims(written={"model.safetensors": 1}), HASHES),
     "no hashes": (SMALL, claims(written={}), HASHES),
     "hashes of another file": (SMALL, claims(written={"other": {"sha256": "0"}}), HASHES),
     # heads that absorb
     "NaN in a query": (FACTORED, filled(QUERY, math.nan), MERGED),
-    "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), MERGED),
+    "another shape": (FACTORED, change(QUERY, lambda t: t[:-WIDTH].clone()), HEADERS),
     "another type of an output": (
         FACTORED,
         change(f"{STEM}.o_proj.weight", torch.Tensor.double),
-        MERGED,
+        HEADERS,
     ),
     "keys of zeros": (FACTORED, filled(KEY, 0.0), SPANS),
     "queries of zeros": (FACTORED, filled(QUERY, 0.0), SPANS),

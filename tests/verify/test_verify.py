@@ -267,7 +267,7 @@ def test_terms_and_metadata_stay(tmp_path: Path) -> None:
             assert set(failed(verify_checkpoint(out, source, logits=False))) == {"copied files"}
         for ours in good.glob("*.safetensors"):
             save_file(load_file(ours), ours, metadata={"format": "pt"})
-        assert set(failed(verify_checkpoint(good, source, logits=False))) == {"tensor names"}
+        assert set(failed(verify_checkpoint(good, source, logits=False))) == {"tensor headers"}
 
 
 def test_what_transformers_cannot_load_fails(made: Made, tmp_path: Path) -> None:
