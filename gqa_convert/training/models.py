@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError
+from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError, first_line
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.processes import started
-from gqa_convert.sharding import load, replicate, shard
+from gqa_convert.sharding import layers, load, replicate, shard
 from gqa_convert.training.opening import NEEDS_HEAD
 from gqa_convert.training.recipe import Lora, Recipe
 
@@ -65,6 +65,28 @@ def load_teacher(folder: Path, device_type: str, *, sharded: bool = False) -> An
     advice = "distillation needs a teacher with a language-model head; name one"
     check_complete(str(folder), folder, missing, advice)
     return model.requires_grad_(False)
+
+
+def set_execution(model: Any, recipe: Recipe, device_type: str) -> None:
+    """Let a loaded model, or a teacher, compute by the recipe's attention function, and compile its
+    layers when they first run.
+
+    Raises:
+        RecipeError: the model can't use that function there.
+    """
+    if recipe.attention:
+        try:
+            if recipe.attention == "flex_attention" and device_type == "cpu":
+                raise ValueError("it has no gradients on a CPU")
+            model.set_attn_implementation(recipe.attention)
+        except (ValueError, ImportError) as problem:
+            raise RecipeError(
+                f"attention is {recipe.attention}, which a {model.config.model_type} can't use "
+                f"here ({first_line(problem)}): name another function, or remove attention"
+            ) from None
+    if recipe.compile:
+        for layer in layers(model):
+            layer.compile()
 
 
 def place(model: Any, device: Any, *, shards: int, bf16: bool) -> Any:

@@ -53,7 +53,9 @@ def notes(recipe: Recipe, samples: Samples, processes: int, device: Any) -> Iter
         )
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if compiler != "no":
-        yield f"the launcher's dynamo_backend {compiler} has no effect: nothing is compiled"
+        yield (
+            f"the launcher's dynamo_backend {compiler} has no effect: the recipe's compile decides"
+        )
 
 
 def fillers(samples: int, processes: int, size: int) -> int:

@@ -104,6 +104,8 @@ class Recipe:
     gradient_clipping: Real | None
     precision: Literal["bf16", "no"]
     gradient_checkpointing: Flag
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
+    compile: Flag
     sharding: Literal["auto", "replicate", "full", "hybrid"]
     lora: Lora | None
     seed: Whole

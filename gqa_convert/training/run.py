@@ -35,7 +35,13 @@ from gqa_convert.training.metrics import (
     read_metrics,
     recovery,
 )
-from gqa_convert.training.models import check_lora, load_student, load_teacher, place
+from gqa_convert.training.models import (
+    check_lora,
+    load_student,
+    load_teacher,
+    place,
+    set_execution,
+)
 from gqa_convert.training.notes import notes
 from gqa_convert.training.opening import Opened, open_recipe
 from gqa_convert.training.optimizers import build_optimizer, share_of_peak
@@ -233,11 +239,13 @@ def load_trainer(
     source, *teachers = [each.local_folder for each in opened.models]
     with together():
         model = load_student(recipe, source, sharded=shards > 1)
+        set_execution(model, recipe, device.type)
     student = place(model, device, shards=shards, bf16=recipe.precision == "bf16")
     teacher = None
     for folder in teachers:
         with together():
             teacher = load_teacher(folder, device.type, sharded=shards > 1)
+            set_execution(teacher, recipe, device.type)
         teacher = place(teacher, device, shards=shards, bf16=False)
     # the losses of student and teacher are computed of logits, or of the states before them
     first = samples.batch([0])

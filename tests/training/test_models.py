@@ -4,6 +4,7 @@ tokens.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer, models
 
 from gqa_convert.errors import RecipeError
-from gqa_convert.training.models import load_teacher, turn_dropout_off
+from gqa_convert.training.models import load_teacher, set_execution, turn_dropout_off
 from gqa_convert.training.opening import check_vocabularies
 from gqa_convert.training.trainer import teacher_logits
 from tests.helpers.distributed_steps import small_model
@@ -43,6 +44,29 @@ def test_the_teacher_is_loaded_to_be_asked_only(
         logits = teacher_logits(teacher, {"input_ids": IDS})
     assert logits.dtype == dtype
     assert not logits.requires_grad
+
+
+def execution(**keys: Any) -> Any:
+    """The keys of a recipe that say how models compute."""
+    return SimpleNamespace(**{"attention": None, "compile": False, **keys})
+
+
+def test_models_compute_as_the_recipe_says() -> None:
+    model = small_model("llama")
+    default = model.config._attn_implementation
+    set_execution(model, execution(), "cpu")
+    assert model.config._attn_implementation == default != "eager"
+    set_execution(model, execution(attention="eager"), "cpu")
+    assert model.model.layers[1].self_attn.config._attn_implementation == "eager"
+    assert model.model.layers[1]._compiled_call_impl is None
+    set_execution(model, execution(compile=True), "cpu")
+    assert all(layer._compiled_call_impl for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_attention_that_a_processor_has_not_is_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"attention is {name}, which a llama can't use here"):
+        set_execution(small_model("llama"), execution(attention=name), "cpu")
 
 
 def checkpoint(folder: Path, tokens: list[str], size: int | None) -> Path:

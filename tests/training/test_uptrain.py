@@ -285,6 +285,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}],
         "teacher": str(DEMO),
     },
+    "compiled": {"compile": True, "teacher": str(DEMO), "gradient_checkpointing": True},
     "all at once": {
         "teacher": str(DEMO),
         "distillation_weight": 0.5,
@@ -317,6 +318,19 @@ def test_an_option_trains_and_resumes_bit_for_bit(
     assert ("lm" in lines[0]) == (
         keys.get("distillation_weight") is not None or "teacher" not in keys
     )
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(home: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    run(home, tmp_path / "plain", tokens=192)
+    compiled = torch._dynamo.utils.counters["stats"]
+    before = compiled["unique_graphs"]
+    run(home, tmp_path / "compiled", tokens=192, compile=True)
+    assert compiled["unique_graphs"] > before
+    plain, found = metrics(tmp_path / "plain"), metrics(tmp_path / "compiled")
+    for line, other in zip(plain, found, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
 
 
 def test_mistakes_are_found_before_anything_is_trained(
