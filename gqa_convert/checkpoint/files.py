@@ -4,20 +4,18 @@ read without the weights.
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.headers import TensorEntry, damaged, read_header
+from gqa_convert.checkpoint.headers import Header, TensorEntry, damaged, read_header
 from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
 
 _PATIENCE_SECONDS = 10
-
-Header = tuple[dict[str, TensorEntry], dict[str, str]]
-"""The tensors of a weight file by name, and its metadata."""
 
 
 @dataclass
@@ -127,21 +125,14 @@ class HubFiles:
     def read(self, name: str) -> bytes:
         from huggingface_hub import hf_hub_download
 
-        try:
+        with _explained(self.name):
             return Path(hf_hub_download(self.name, name, revision=self.commit)).read_bytes()
-        except Exception as problem:
-            raise _explained(self.name, problem) from None
 
     def read_header(self, name: str) -> Header:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import SafetensorsParsingError
 
-        try:
+        with _explained(self.name):
             found = HfApi().parse_safetensors_file_metadata(self.name, name, revision=self.commit)
-        except SafetensorsParsingError as problem:
-            raise damaged(f"{self.name}/{name}", problem) from None
-        except Exception as problem:
-            raise _explained(self.name, problem) from None
         tensors = sorted(found.tensors.items(), key=lambda tensor: tensor[1].data_offsets)
         entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors}
         return entries, found.metadata
@@ -151,12 +142,10 @@ class HubFiles:
         from huggingface_hub import hf_hub_download, snapshot_download
 
         patterns = [glob.escape(name) for name in leave_out] or None
-        try:
+        with _explained(self.name):
             folder = snapshot_download(self.name, revision=self.commit, ignore_patterns=patterns)
             # by this the cache knows what the revision stands for, for runs without a network
             hf_hub_download(self.name, "config.json", revision=self.revision)
-        except Exception as problem:
-            raise _explained(self.name, problem) from None
         return LocalFiles(Path(folder), self.name, self.commit)
 
 
@@ -173,21 +162,23 @@ def open_hub_files(repo_id: str, revision: str | None) -> CheckpointFiles:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        info = HfApi().model_info(
-            repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS
-        )
-    except Exception as problem:
-        # no answer, or a failure of the server: a snapshot of an earlier run may serve
-        was_answered = isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500
-        folder = None if was_answered else _cached_snapshot(repo_id, revision)
-        if folder is None:
-            raise _explained(repo_id, problem) from None
-        unreachable = None if folder.name == revision else _detail(problem)
-        return LocalFiles(folder, repo_id, folder.name, unreachable)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    visible = {name: size for name, size in sizes.items() if "/." not in f"/{name}"}
-    return HubFiles(repo_id, revision, str(info.sha), visible)
+    with _explained(repo_id):
+        try:
+            info = HfApi().model_info(
+                repo_id, revision=revision, files_metadata=True, timeout=_PATIENCE_SECONDS
+            )
+        except Exception as problem:
+            # no answer, or a failure of the server: a snapshot of an earlier run may serve
+            if isinstance(problem, HfHubHTTPError) and problem.response.status_code < 500:
+                raise
+            folder = _cached_snapshot(repo_id, revision)
+            if folder is None:
+                raise
+            unreachable = None if folder.name == revision else _detail(problem)
+            return LocalFiles(folder, repo_id, folder.name, unreachable)
+    files = info.siblings or []
+    sizes = {each.rfilename: each.size or 0 for each in files if "/." not in f"/{each.rfilename}"}
+    return HubFiles(repo_id, revision, str(info.sha), sizes)
 
 
 def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
@@ -202,33 +193,43 @@ def _cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
         return Path(path) if path else None
 
 
-def _explained(repo_id: str, problem: Exception) -> SourceNotFoundError:
-    """Turn an exception of the Hub's client into one line."""
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """A context in which errors of the Hub's client become one line."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
+        SafetensorsParsingError,
     )
 
     login = "log in with `hf auth login`"
-    texts: dict[type[Exception], str] = {
-        HFValidationError: (
-            "is neither a local folder nor a Hub id of the form org/name: check the path"
-        ),
-        GatedRepoError: f"is gated: accept its terms on the Hub and {login}",
-        RepositoryNotFoundError: (
+    try:
+        yield
+    except SafetensorsParsingError as problem:
+        raise damaged(repo_id, problem) from None
+    except HFValidationError:
+        words = "is neither a local folder nor a Hub id of the form org/name: check the path"
+    except GatedRepoError:
+        words = f"is gated: accept its terms on the Hub and {login}"
+    except RepositoryNotFoundError:
+        words = (
             "is neither a local folder nor a Hub repository that you can access: "
             f"check the name, or {login}"
-        ),
-        RevisionNotFoundError: "has no such revision on the Hub: check --revision",
-        Exception: (
+        )
+    except RevisionNotFoundError:
+        words = "has no such revision on the Hub: check --revision"
+    except CorruptCheckpointError:  # of a cached snapshot
+        raise
+    except Exception as problem:
+        words = (
             f"is not a local folder, and the Hub did not provide it ({_detail(problem)}): "
             f"check the path and the network, try again later, or {login}"
-        ),
-    }
-    text = next(texts[kind] for kind in texts if isinstance(problem, kind))
-    return SourceNotFoundError(f"{repo_id} {text}")
+        )
+    else:
+        return
+    raise SourceNotFoundError(f"{repo_id} {words}") from None
 
 
 def _detail(problem: Exception) -> str:

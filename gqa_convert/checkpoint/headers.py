@@ -49,12 +49,16 @@ class TensorEntry:
         return self.elements * bits_per_element(self.dtype) // 8
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+Entries = dict[str, TensorEntry]
+"""Tensors by name."""
+
+Header = tuple[Entries, dict[str, str]]
+"""The tensors of a file, in the order of their bytes, and its metadata."""
+
+
+def read_header(path: Path) -> Header:
     """Read the header of a file by the safetensors library, so that a result holds what others see
     in the file.
-
-    Returns:
-        The tensors by name, in the order of their bytes in the file, and the metadata.
 
     Raises:
         CorruptCheckpointError: the header is malformed, or its tensors do not tile the rest of the

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gqa_convert.checkpoint import formats
 from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
-from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.headers import Entries, TensorEntry
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
 from gqa_convert.runtime.messages import some
@@ -37,7 +37,7 @@ class Shard:
 
     file: str
     size: int
-    tensors: dict[str, TensorEntry]
+    tensors: Entries
     metadata: dict[str, str]
     modified_ns: int | None = None
     """Modification time of the local file in nanoseconds."""
@@ -133,7 +133,7 @@ class Checkpoint:
                 yield number, name, entry
 
     @cached_property
-    def entries(self) -> Mapping[str, TensorEntry]:
+    def entries(self) -> Entries:
         """The entry of every tensor by name."""
         return {name: entry for _, name, entry in self.tensors()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.checkpoint.headers import TensorEntry
+from gqa_convert.checkpoint.headers import Entries, TensorEntry
 from gqa_convert.errors import CorruptCheckpointError, UnsupportedFormatError
 
 
@@ -59,7 +59,7 @@ def _can_be_mapped(path: Path) -> bool:
         return not any(record.compress_type for record in archive.infolist())
 
 
-def describe_tensors(path: Path) -> dict[str, TensorEntry]:
+def describe_tensors(path: Path) -> Entries:
     """The types and shapes of a `.bin` file's tensors; raises as `load_tensors` does."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

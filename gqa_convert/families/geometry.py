@@ -3,10 +3,9 @@ without reading weights.
 """
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from gqa_convert.checkpoint.headers import ITEM_BYTES, TensorEntry
+from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import (
     ConfigError,
@@ -69,7 +68,7 @@ class AttentionFinder:
 
     def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
         self.family = family
-        self.entries: Mapping[str, TensorEntry] = checkpoint.entries
+        self.entries = checkpoint.entries
         self._result_dtypes = checkpoint.result_dtypes
         section = decoder_section(checkpoint.config)
         self.where = f"{checkpoint.source_id}/config.json" + (f" ({section})" if section else "")
@@ -257,13 +256,15 @@ class AttentionFinder:
                     found.append((name, division))
         return found
 
-    def head_lists(self, layer: AttentionLayer) -> list[list[str]]:
-        """Lists of tensors with one tensor per K/V head, in the order of heads."""
+    def head_list(self, layer: AttentionLayer) -> list[str]:
+        """The gains of a norm that has one tensor per K/V head, in the order of heads; empty where
+        there is none.
+        """
         stem = f"{layer.module}.{self.family.key_norm_name}"
         names = [f"{stem}.{head}.weight" for head in range(layer.kv_heads)]
         if self.family.key_norm != "per_head_list" or names[0] not in self.entries:
             return []
-        return [[name for name in names if self._shape(name)]]
+        return [name for name in names if self._shape(name)]
 
 
 def _number(module: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.family import CONVERTED_PREFIX, Family, Modeling
+from gqa_convert.families.family import CONVERTED_PREFIX, Family, KeyNorm, Modeling
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
 _FOLDER = Path(__file__).parent
@@ -21,6 +21,7 @@ DECILM = "nemotron-nas"
 DECILM_SOURCES = ("llama", "mistral", "qwen2")
 """Model types whose layers compute what a DeciLM's compute."""
 
+_KEY_NORM = re.compile(r".*\.k(ey)?_\w*norm(\.weight)?")
 _UNLISTED = "its model type is on no list"
 NO_ENGINES: JsonObject = dict.fromkeys(("run_in", "listed_in", "beyond_window_in"), ())
 """The fields about engines of a type that none of them runs."""
@@ -101,14 +102,18 @@ def with_key_norm(family: Family, tensors: Mapping[str, Any], kv_heads: int) -> 
         tensors: the checkpoint's tensors, or entries with their shapes.
         kv_heads: K/V heads of a layer.
     """
-    for name, gains in tensors.items():
+    for name in filter(_KEY_NORM.fullmatch, tensors):
         module, _, part = name.removesuffix(".weight").rpartition(".")
         keys = tensors.get(f"{module}.{family.key}.weight")
-        if keys is not None and re.fullmatch(r"k(ey)?_\w*norm", part):
-            rows = keys.shape[0]
-            kinds: Any = {(kv_heads, rows // kv_heads): "per_head", (rows,): "full"}
-            kind: Any = kinds.get(tuple(gains.shape), "shared") if kv_heads > 1 else "shared"
-            return replace(family, key_norm=kind, key_norm_name=part)
+        if keys is None:
+            continue
+        rows, shape = keys.shape[0], tuple(tensors[name].shape)
+        kind: KeyNorm = "shared"
+        if kv_heads > 1 and shape == (rows,):
+            kind = "full"
+        elif kv_heads > 1 and shape == (kv_heads, rows // kv_heads):
+            kind = "per_head"
+        return replace(family, key_norm=kind, key_norm_name=part)
     return family
 
 

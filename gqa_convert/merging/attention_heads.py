@@ -74,7 +74,8 @@ class LayerLayout:
         output = f"{layer.module}.{finder.family.output}"
         self.output_names = f"{output}.weight", f"{output}.bias"
         self.projections: dict[str, layouts.Sections] = {}
-        self._norms = [(names, layer.key_head_dim) for names in finder.head_lists(layer)]
+        gains = finder.head_list(layer)
+        self._norms = [(gains, layer.key_head_dim)] if gains else []
         """Of each norm that counts heads: the names of its gains, one for all heads or one for
         each, and the rows of a head.
         """

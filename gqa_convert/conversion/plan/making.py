@@ -152,7 +152,7 @@ def _layer_changes(
             name, before, entry, applied.name, (name,), sections, kv_heads, is_transposed
         )
     # the gains of norms that have a tensor for each K/V head
-    for names in finder.head_lists(layer):
+    if names := finder.head_list(layer):
         if kv_heads > len(names):
             raise GroupsError(
                 f"{layer.module}.{family.key_norm_name} has one tensor per K/V head, so that heads "
