@@ -4,7 +4,6 @@ record, gqa_conversion.json.
 
 import copy
 import json
-from typing import Any
 
 from gqa_convert.families.composite import decoder_section
 from gqa_convert.families.family import MODELING, TESTED, TESTED_KEY, Modeling
@@ -16,22 +15,20 @@ from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FITTED, Result
 
 
-def in_json(value: Any) -> str:
-    """A value as it is compared: 1, 1.0 and true differ."""
-    return json.dumps(value, sort_keys=True)
-
-
 def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:
-    """Compare two JSON objects key by key.
+    """Compare two JSON objects key by key, where 1, 1.0 and true differ.
 
     Raises:
         Failure: they differ.
     """
     for key in sorted(found.keys() | expected.keys()):
-        stated = in_json(found[key]) if key in found else "nothing"
-        wanted = in_json(expected[key]) if key in expected else "nothing"
+        stated, wanted = _in_json(found, key), _in_json(expected, key)
         if stated != wanted:
-            raise Failure(f"{where} states {key} = {stated[:500]}, expected {wanted[:500]}")
+            raise Failure(f"{where}: {key} is {stated[:500]}, expected {wanted[:500]}")
+
+
+def _in_json(stated: JsonObject, key: str) -> str:
+    return json.dumps(stated[key], sort_keys=True) if key in stated else "nothing"
 
 
 def check_config(result: Result) -> str:
@@ -150,14 +147,13 @@ def check_provenance(result: Result) -> str:
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
 
     # SOURCE
-    origin = claims["source"]
-    source = inputs.original
+    stated = claims["source"]
     own_type = {"model_type": inputs.named.config.get("model_type")}
-    compare_json(f"{PROVENANCE}: source", {"model_type": origin["model_type"]}, own_type)
-    for name in (CONFIG, *source.files):
-        stated = origin["files"][name]
-        path = source.folder / name
+    compare_json(f"{PROVENANCE}: source", {"model_type": stated["model_type"]}, own_type)
+    for name in (CONFIG, *inputs.original.files):
+        path = inputs.original.folder / name
         # the bytes alone of large files that nobody asked to hash
-        found = hash_file(path) if "sha256" in stated else {"bytes": path.stat().st_size}
-        compare_json(f"{PROVENANCE}: SOURCE's {name}", stated, found)
+        is_hashed = "sha256" in stated["files"][name]
+        found = hash_file(path) if is_hashed else {"bytes": path.stat().st_size}
+        compare_json(f"{PROVENANCE}: SOURCE's {name}", stated["files"][name], found)
     return f"as the files show, method {result.method}"

@@ -5,10 +5,8 @@ The lists of file names repeat the converter's on purpose: a name that the conve
 not pass here.
 """
 
-import filecmp
 import json
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,34 @@ from gqa_convert.errors import first_line
 from gqa_convert.families.family import Modeling
 from gqa_convert.families.loading import load_tokenizer, read_object
 from gqa_convert.publishing.ownership import hash_file
-from gqa_convert.verify.config import compare_json, in_json
+from gqa_convert.verify.config import compare_json
 from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject, Weights
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import Result
 
-_WEIGHTS = """
-*.safetensors *.safetensors.index.json *.safetensors.index.*.json
-*.bin *.bin.index.json *.bin.index.*.json *.pt *.pth *.ckpt *.ckpt.* *.h5 *.msgpack
-*.gguf *.onnx *.onnx_data *.ot *.tflite *.distcp *.npz *.nemo *.mlmodel
-"""
-_FOREIGN_FOLDERS = ("original/", "onnx/", "coreml/", "openvino/", "metal/", "global_step")
-"""Folders in which a checkpoint holds the same weights in another format."""
-_PROSE = "*.md README.md.old* *.png *.svg *.jpg *.pdf"
+_WEIGHTS = re.compile(
+    r"""
+    \.(safetensors|bin)(\.index\.(.*\.)?json)?$
+    | \.(pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|distcp|npz|nemo|mlmodel)$
+    | \.ckpt\.
+    | ^(original|onnx|coreml|openvino|metal|global_step[^/]*)/
+    """,
+    re.VERBOSE,
+)
+"""Files of weights, and folders in which a checkpoint holds the same weights in another format."""
+_PROSE = re.compile(r"\.(md|png|svg|jpg|pdf)$|(^|/)README\.md\.old[^/]*$")
 """Files that no software reads. A model card may be rewritten after the conversion."""
-_TERMS = "LICEN[CS]E* NOTICE* COPYING* USE_POLICY*"
+_TERMS = re.compile(r"(^|/)(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[^/]*$", re.IGNORECASE)
 """Files that nobody may take away or change; a user may add some."""
+_IGNORED = re.compile(r"(^|/)(\.|__pycache__/)")
+"""Hidden files, and Python's caches."""
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
-_TOKENIZER = "tokenizer.json tokenizer_config.json vocab.* merges.txt *.model *.spm *.tiktoken"
+_TOKENIZER = re.compile(
+    r"^(tokenizer(_config)?\.json|vocab\..*|merges\.txt|.*\.(model|spm|tiktoken))$"
+)
 _SAMPLE = "Grouped-query attention:\tw1 w2, 12 heads\n  in 3 groups. Größe, 数, <s></s>"
 _FIRST = 1000
 """Token ids that are decoded."""
@@ -47,21 +52,18 @@ def open_result(folder: Path) -> tuple[Weights, str]:
     """OUT's tensors: it holds one set of safetensors files that agrees with its index, and no other
     weights.
     """
-    present = {name for name in _list_files(folder) if _is_weights(name)}
-    weight_map = None
-    expected = files = [_SINGLE]
-    if _SINGLE not in present:
-        if _INDEX not in present:
-            raise Failure(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+    present = set(filter(_WEIGHTS.search, _list_files(folder)))
+    expected, weight_map = {_SINGLE}, {}
+    if _INDEX in present:
         weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-        files = sorted({Path(file).name for file in weight_map.values()})
-        expected = [*files, _INDEX]
-    if missing := set(expected) - present:
-        raise Failure(f"{min(missing)} is missing, although {_INDEX} names it")
-    if others := present.difference(expected):
+        expected = {_INDEX, *(Path(file).name for file in weight_map.values())}
+    if missing := expected - present:
+        raise Failure(f"{min(missing)} is missing")
+    if others := present - expected:
         raise Failure(f"{min(others)} lies beside the weights: software may load it instead")
+    files = sorted(expected - {_INDEX})
     out = Weights(folder, files, Failure)
-    if weight_map is not None:
+    if weight_map:
         compare_json(_INDEX, weight_map, out.file_of)
     size = sum((folder / file).stat().st_size for file in files)
     return out, f"{len(files)} weight file(s), {size:,} bytes"
@@ -74,54 +76,42 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
         inputs: the checkpoints.
         modeling: whose files another check compares.
     """
-    out = inputs.out
-    source = inputs.source.folder
+    out, source = inputs.out, inputs.source.folder
     written = {CONFIG, PROVENANCE}
     if modeling:
         written |= {file.name for file in modeling.files}
-    ours = _sidecar_files(out) - written
-    theirs = _sidecar_files(source) - written
-    theirs -= {name for name in theirs if leads_out(source / name, source)}
-    if missing := theirs - ours:
-        raise Failure(f"{min(missing)} of SOURCE is missing")
-    if extra := {name for name in ours - theirs if not _is_term(name)}:
-        raise Failure(f"{min(extra)} is not in SOURCE ({len(extra)} extra files)")
-    for name in sorted(theirs):
-        if filecmp.cmp(out / name, source / name, shallow=False):
-            continue
-        # earlier releases of transformers have another name for a class
-        stated = read_object(source / name)
-        renamed = in_json(stated | {"tokenizer_class": "PreTrainedTokenizerFast"})
-        is_new = stated.get("tokenizer_class") == "TokenizersBackend"
-        if (
-            name != "tokenizer_config.json"
-            or not is_new
-            or in_json(read_object(out / name)) != renamed
-        ):
-            raise Failure(f"{name} differs from SOURCE's")
-    return f"{len(theirs)} file(s), byte for byte"
+    expected: JsonObject = {}
+    for name in _sidecar_files(source) - written:
+        if not leads_out(source / name, source):
+            expected[name] = hash_file(source / name)
+    found: JsonObject = {}
+    for name in _sidecar_files(out) - written:
+        if name in expected or not _TERMS.search(name):
+            found[name] = hash_file(out / name)
+    # a class that earlier releases of transformers call otherwise is renamed
+    name = "tokenizer_config.json"
+    tokenizer = read_object(source / name)
+    is_new = tokenizer.get("tokenizer_class") == "TokenizersBackend"
+    if is_new and found.get(name) != expected.get(name):
+        expected[name] = tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        found[name] = read_object(out / name)
+    compare_json("files of OUT", found, expected)
+    return f"{len(expected)} file(s), byte for byte"
 
 
-def check_hashes(inputs: Inputs, result: Result | None) -> str:
+def check_hashes(result: Result) -> str:
     """OUT's weight files are those that were written. Methods that fold record hashes always,
     because no other check sees every bit.
-
-    Args:
-        inputs: the checkpoints.
-        result: OUT, if its heads were found.
     """
-    out, claims = inputs.out, inputs.claims
-    weights = [name for name in claims["written"] if name.endswith(".safetensors")]
-    stated = {name: claims["written"][name].get("sha256") for name in weights}
-    if set(stated.values()) == {None} and not (result and result.folds):
+    stated = {}
+    for name, file in result.inputs.claims["written"].items():
+        if name.endswith(".safetensors"):
+            stated[name] = file.get("sha256")
+    if set(stated.values()) == {None} and not result.folds:
         return "none were recorded; the checks on tensors compare every bit"
-    found = {path.name: hash_file(path)["sha256"] for path in out.glob("*.safetensors")}
-    if changed := found.items() ^ stated.items():
-        name = min(dict(changed))
-        raise Failure(
-            f"{name} has SHA-256 {found.get(name)}, recorded is {stated.get(name)}: it has changed "
-            "since it was written"
-        )
+    files = result.inputs.out.glob("*.safetensors")
+    found = {path.name: hash_file(path)["sha256"] for path in files}
+    compare_json("SHA-256 of a file, so that it has changed since it was written", found, stated)
     return f"{len(stated)} weight file(s) as they were written"
 
 
@@ -130,7 +120,7 @@ def check_tokenizer(inputs: Inputs) -> str:
     without running code.
     """
     source = inputs.original.folder
-    if not any(_matches(path.name, _TOKENIZER) for path in source.iterdir()):
+    if not any(_TOKENIZER.search(path.name) for path in source.iterdir()):
         return "SOURCE has none"
     try:
         theirs = _behaviour(load_tokenizer(source))
@@ -162,27 +152,12 @@ def _behaviour(tokenizer: Any) -> JsonObject:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """The paths of all files relative to the folder, except hidden files and Python's caches."""
+    """The paths of all files relative to the folder."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return [name for name in names if not re.search(r"(^|/)(\.|__pycache__/)", name)]
+    return [name for name in names if not _IGNORED.search(name)]
 
 
 def _sidecar_files(folder: Path) -> set[str]:
     """The files of a checkpoint that software reads besides its weights, and its terms."""
-    others = [name for name in _list_files(folder) if not _is_weights(name)]
-    return {name for name in others if _is_term(name) or not _matches(name, _PROSE)}
-
-
-def _matches(name: str, patterns: str) -> bool:
-    """Whether a file's name, without its folders, matches one of the patterns."""
-    return any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in patterns.split())
-
-
-def _is_term(name: str) -> bool:
-    """Whether a file holds terms of a licence."""
-    return _matches(name.upper(), _TERMS)
-
-
-def _is_weights(name: str) -> bool:
-    """Whether a file holds weights."""
-    return _matches(name, _WEIGHTS) or ("/" in name and name.startswith(_FOREIGN_FOLDERS))
+    others = [name for name in _list_files(folder) if not _WEIGHTS.search(name)]
+    return {name for name in others if _TERMS.search(name) or not _PROSE.search(name)}

@@ -5,6 +5,7 @@ Tensors are read with the safetensors library and torch, not with the reader tha
 uses.
 """
 
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -78,10 +79,8 @@ class Weights:
             with safe_open(path, framework="pt") as opened:
                 self.metadata |= opened.metadata() or {}
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files from before torch 1.6 cannot be memory-mapped
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        is_mapped = zipfile.is_zipfile(path)  # files from before torch 1.6 are none
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 

@@ -67,10 +67,10 @@ def verify_checkpoint(
             report.check("provenance", check_provenance, result)
             if result.modeling:
                 report.check("modelling file", check_modelling_file, inputs, result.modeling)
+            if inputs.claims:
+                report.check("hashes", check_hashes, result)
         modeling = result.modeling if result else inputs.modeling
         report.check("copied files", check_copied, inputs, modeling)
-        if inputs.claims:
-            report.check("hashes", check_hashes, inputs, result)
         if result and logits:
             check_models(report, result, progress)
         return report
