@@ -7,7 +7,7 @@ and a factor from which vLLM, llama.cpp and MLX compute the layer's intermediate
 
 import copy
 
-from gqa_convert.errors import ConfigError, UnsupportedFamilyError
+from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families.context_length import has_window
 from gqa_convert.runtime.json_objects import Config, JsonObject
 
@@ -87,37 +87,25 @@ def restate(config: Config, counts: tuple[int, ...]) -> JsonObject:
     return result
 
 
-def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...]:
-    """The K/V heads of each layer of a DeciLM.
+def stated_kv_heads(config: Config, where: str) -> list[int]:
+    """The K/V heads of each layer of a DeciLM; 0 where a group does not divide the query heads.
 
     Args:
         config: the content of its config.json.
         where: its path, for messages.
 
     Raises:
-        ConfigError: `block_configs` does not state them.
         UnsupportedFamilyError: a layer has no attention, or no MLP.
+        Exception: one of several, where `block_configs` is missing or malformed.
     """
-    heads = config.get("num_attention_heads")
     counts = []
-    try:
-        for number, block in enumerate(config["block_configs"]):
-            parts = block["attention"], block["ffn"]
-            if any(part.get("no_op") or part.get("replace_with_linear") for part in parts):
-                raise UnsupportedFamilyError(
-                    f"layer {number} in {where} leaves out attention or MLP, and so it can't be "
-                    "converted: only layers with both can"
-                )
-            size = parts[0]["n_heads_in_group"]
-            count, rest = divmod(heads, size)
-            if rest or count < 1:
-                raise ConfigError(
-                    f"{where} has n_heads_in_group = {size!r} in layer {number}, which does not "
-                    f"divide {heads} query heads: repair the config"
-                )
-            counts.append(count)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
-        raise ConfigError(
-            f"{where} has no block_configs with an entry for each layer: repair the config"
-        ) from None
-    return tuple(counts)
+    for number, block in enumerate(config["block_configs"]):
+        parts = block["attention"], block["ffn"]
+        if any(part.get("no_op") or part.get("replace_with_linear") for part in parts):
+            raise UnsupportedFamilyError(
+                f"layer {number} in {where} leaves out attention or MLP, and so it can't be "
+                "converted: only layers with both can"
+            )
+        count, rest = divmod(config["num_attention_heads"], parts[0]["n_heads_in_group"])
+        counts.append(0 if rest else count)
+    return counts

@@ -66,23 +66,22 @@ def kv_heads_by_layer(config: Config, where: str) -> tuple[int, ...] | None:
         ConfigError: the config does not state them.
         UnsupportedFamilyError: a layer has no attention, or no MLP.
     """
-    family = record_of(config)
-    if family.kv_heads == "blocks":
-        return decilm.kv_heads_by_layer(config, where)
-    if family.kv_heads != "listed":
+    kind = record_of(config).kv_heads
+    if kind not in ("blocks", "listed"):
         return None
-    stated: Any = config.get("num_key_value_heads")
-    heads = config.get("num_attention_heads")
+    key = "block_configs" if kind == "blocks" else "num_key_value_heads"
+    heads: Any = config.get("num_attention_heads")
     try:
+        stated = decilm.stated_kv_heads(config, where) if kind == "blocks" else config[key]
         is_valid = len(stated) == config["num_hidden_layers"] and all(
             heads % count == 0 < count for count in stated
         )
-    except (KeyError, TypeError, ZeroDivisionError):
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
         is_valid = False
     if not is_valid:
         raise ConfigError(
-            f"{where} has num_key_value_heads = {stated!r} where a number for each layer belongs "
-            f"that divides {heads!r} query heads: repair the config"
+            f"{where} has {key} = {config.get(key)!r} where a number of K/V heads for each layer "
+            f"belongs that divides {heads!r} query heads: repair the config"
         )
     return tuple(stated)
 

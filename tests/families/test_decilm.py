@@ -15,6 +15,7 @@ from gqa_convert.conversion.options import ConversionOptions
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import ConfigError, UnsupportedFamilyError
 from gqa_convert.families import decilm
+from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.modeling.gqa_decilm import DeciLMConfig
 from gqa_convert.families.records import DECILM_SOURCES
@@ -94,16 +95,18 @@ def test_what_a_decilm_cannot_state(changes: dict[str, Any], word: str) -> None:
 
 
 def test_the_heads_of_each_layer() -> None:
-    stated = decilm.restate(CONFIG, (12, 3))
-    assert decilm.kv_heads_by_layer(stated, "config.json") == (12, 3)
+    is_decilm = {"model_type": "nemotron-nas", "num_hidden_layers": 2}
+    stated = decilm.restate(CONFIG, (12, 3)) | is_decilm
+    assert kv_heads_by_layer(stated, "config.json") == (12, 3)
     assert "block_configs" not in CONFIG
-    with pytest.raises(ConfigError, match="has no block_configs"):
-        decilm.kv_heads_by_layer(CONFIG, "config.json")
+    for changes in ({"block_configs": None}, {"num_hidden_layers": 3}):
+        with pytest.raises(ConfigError, match="has block_configs = "):
+            kv_heads_by_layer(stated | changes, "config.json")
     wrong = copy.deepcopy(stated)
     wrong["block_configs"][1]["attention"]["n_heads_in_group"] = 5
-    with pytest.raises(ConfigError, match="= 5 in layer 1"):
-        decilm.kv_heads_by_layer(wrong, "config.json")
+    with pytest.raises(ConfigError, match="'n_heads_in_group': 5"):
+        kv_heads_by_layer(wrong, "config.json")
     without = copy.deepcopy(stated)
     without["block_configs"][0]["attention"] = {"n_heads_in_group": None, "no_op": True}
     with pytest.raises(UnsupportedFamilyError, match=r"layer 0 .* leaves out attention or MLP"):
-        decilm.kv_heads_by_layer(without, "config.json")
+        kv_heads_by_layer(without, "config.json")
