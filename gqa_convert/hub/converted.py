@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.files import leads_out
-from gqa_convert.checkpoint.provenance import PROVENANCE
+from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
@@ -23,7 +23,7 @@ from gqa_convert.families.loading import auto_class, headless_class
 from gqa_convert.hub.repository import is_hub_id
 from gqa_convert.merging.methods import COPY
 from gqa_convert.publishing.ownership import CARD
-from gqa_convert.runtime.json_objects import JsonObject, parse_object
+from gqa_convert.runtime.json_objects import JsonObject
 
 _ON_HUB = ("id", "source", "model")
 """Keys whose value is on the Hub where a `revision` stands beside it."""
@@ -144,7 +144,17 @@ def open_converted(folder: Path) -> Converted:
                 f"{folder / name} is a link that leads out of the folder: put the file in its place"
             )
     # the record must name all that the model needs
-    stated = _read_record(folder)
+    stated = earlier_record(checkpoint)
+    if stated is None:
+        raise PublishError(
+            f"{folder} has no {PROVENANCE}: name a folder that convert or uptrain wrote"
+        )
+    for key in ("source", "route", "method", "kv_heads", "encoder", "previous", "written"):
+        if key not in stated:
+            raise PublishError(
+                f"{folder / PROVENANCE} is not the record of a conversion (it has no {key}): "
+                "convert again"
+            )
     newest = without_folders(stated, names_on_hub(stated))
     for name in newest["written"]:
         if name.endswith(".py") and name not in checkpoint.sizes:
@@ -169,28 +179,6 @@ def open_converted(folder: Path) -> Converted:
     plan = _plan_without_change(checkpoint, newest)
     names_folders = newest != stated
     return Converted(folder, checkpoint, plan, records, names_folders, files, untracked)
-
-
-def _read_record(folder: Path) -> JsonObject:
-    """The record of a checkpoint.
-
-    Raises:
-        PublishError: there is no record, or it is no record of a conversion.
-    """
-    path = folder / PROVENANCE
-    try:
-        content = parse_object(path.read_bytes(), str(path))
-    except OSError:
-        raise PublishError(
-            f"{folder} has no {PROVENANCE} that can be read: "
-            "name a folder that convert or uptrain wrote"
-        ) from None
-    for key in ("source", "route", "method", "kv_heads", "encoder", "previous", "written"):
-        if key not in content:
-            raise PublishError(
-                f"{path} is not the record of a conversion (it has no {key}): convert again"
-            )
-    return content
 
 
 def _plan_without_change(checkpoint: Checkpoint, record: JsonObject) -> Plan:
