@@ -188,12 +188,10 @@ def convert(
 
         from .console.conversion import ConversionScreen, show_conversion
 
-        def prove(folder: Path) -> None:
-            from gqa_convert.verify.run import (
-                prover,
-            )  # imports torch, which no listed type needs here
+        def prove_result(folder: Path) -> None:
+            from gqa_convert.verify.run import prove  # imports torch, which no listed type needs
 
-            prover(source, revision)(folder)
+            prove(source, revision, folder)
 
         with ConversionScreen() as stages:
             result = convert_checkpoint(
@@ -201,7 +199,7 @@ def convert(
                 out,
                 kv_heads,
                 options,
-                prove=prove,
+                prove=prove_result,
                 on_plan=stages.plan,
                 on_layer=stages.layer,
                 progress=stages.written,

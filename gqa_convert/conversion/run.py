@@ -98,7 +98,7 @@ def convert_checkpoint(
         options: the method, its calibration text, and more.
         prove: called with the finished folder of a source whose model type is on no list, before
             `out` appears; what it raises stops the conversion. Such a source is refused without it.
-            `gqa_convert.verify.run.prover` makes one.
+            `gqa_convert.verify.run.prove`, for instance, with the source's name.
         on_plan: called with the plan before anything is written.
         on_layer: called as a method that works on whole layers proceeds, from the rewriting of the
             source on.

@@ -1,16 +1,14 @@
-"""The checks on what OUT states: its config with the modelling files that it leads to, and its
-record, gqa_conversion.json.
-"""
+"""The checks on what OUT states: its config and its record, gqa_conversion.json."""
 
 import copy
 import json
 
 from gqa_convert.families.composite import decoder_section
-from gqa_convert.families.family import MODELING, TESTED, TESTED_KEY, Modeling
+from gqa_convert.families.family import TESTED, TESTED_KEY, Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.publishing.ownership import hash_file
-from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject
+from gqa_convert.verify.inputs import CONFIG, PROVENANCE, JsonObject
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FITTED, Result
 
@@ -99,17 +97,6 @@ def _modelling_keys(modeling: Modeling, original: JsonObject) -> JsonObject:
         # without one, transformers would look for a tokenizer of the new model type
         "tokenizer_class": original.get("tokenizer_class") or modeling.tokenizer,
     }
-
-
-def check_modelling_file(inputs: Inputs, modeling: Modeling) -> str:
-    """OUT's modelling files are the package's, byte for byte."""
-    unknown = modeling.unknown_files(inputs.out)
-    if unknown:
-        raise Failure(
-            f"{unknown[0].name} is not this package's, so that its code is not executed: if you "
-            f"did not change it, copy the files of that name from {MODELING}"
-        )
-    return " and ".join(file.name for file in modeling.files)
 
 
 def check_provenance(result: Result) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gqa_convert.checkpoint.files import leads_out
 from gqa_convert.errors import first_line
-from gqa_convert.families.family import Modeling
+from gqa_convert.families.family import MODELING
 from gqa_convert.families.loading import load_tokenizer, read_object
 from gqa_convert.publishing.ownership import hash_file
 from gqa_convert.verify.config import compare_json
@@ -48,7 +48,7 @@ _FIRST = 1000
 """Token ids that are decoded."""
 
 
-def open_result(folder: Path) -> tuple[Weights, str]:
+def open_result(folder: Path) -> Weights:
     """OUT's tensors: it holds one set of safetensors files that agrees with its index, and no other
     weights.
     """
@@ -61,29 +61,24 @@ def open_result(folder: Path) -> tuple[Weights, str]:
         raise Failure(f"{min(missing)} is missing")
     if others := present - expected:
         raise Failure(f"{min(others)} lies beside the weights: software may load it instead")
-    files = sorted(expected - {_INDEX})
-    out = Weights(folder, files, Failure)
+    out = Weights(folder, sorted(expected - {_INDEX}), Failure)
     if weight_map:
         compare_json(_INDEX, weight_map, out.file_of)
-    size = sum((folder / file).stat().st_size for file in files)
-    return out, f"{len(files)} weight file(s), {size:,} bytes"
+    return out
 
 
-def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
-    """OUT has every other file of SOURCE, byte for byte, and no new file that software reads.
-
-    Args:
-        inputs: the checkpoints.
-        modeling: whose files another check compares.
+def check_copied(result: Result) -> str:
+    """OUT has every other file of SOURCE, byte for byte, the package's own modelling file if it
+    needs one, and no new file that software reads.
     """
-    out, source = inputs.out, inputs.source.folder
+    out, source = result.inputs.out, result.inputs.source.folder
     written = {CONFIG, PROVENANCE}
-    if modeling:
-        written |= {file.name for file in modeling.files}
     expected: JsonObject = {}
     for name in _sidecar_files(source) - written:
         if not leads_out(source / name, source):
             expected[name] = hash_file(source / name)
+    for file in result.modeling.files if result.modeling else ():
+        expected[file.name] = hash_file(file)
     found: JsonObject = {}
     for name in _sidecar_files(out) - written:
         if name in expected or not _TERMS.search(name):
@@ -95,7 +90,7 @@ def check_copied(inputs: Inputs, modeling: Modeling | None) -> str:
     if is_new and found.get(name) != expected.get(name):
         expected[name] = tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}
         found[name] = read_object(out / name)
-    compare_json("files of OUT", found, expected)
+    compare_json(f"files of OUT, of which gqa_*.py are those in {MODELING}", found, expected)
     return f"{len(expected)} file(s), byte for byte"
 
 

@@ -74,6 +74,10 @@ class Weights:
             self.tensors |= found
             self.file_of |= dict.fromkeys(found, file)
 
+    def __str__(self) -> str:
+        size = sum((self.folder / file).stat().st_size for file in self.files)
+        return f"{len(self.files)} weight file(s), {size:,} bytes"
+
     def _map_file(self, path: Path) -> Tensors:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as opened:

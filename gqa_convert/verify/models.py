@@ -1,7 +1,7 @@
 """The checks on what the models compute: OUT against SOURCE with OUT's heads repeated.
 
-transformers loads OUT, then SOURCE. No code in checkpoints runs: the modelling files that OUT
-brings must equal this package's own, which runs in their place.
+transformers loads OUT, then SOURCE. No code in checkpoints runs: the package's own modelling files,
+which OUT's must equal, run in their place.
 """
 
 from pathlib import Path
@@ -109,7 +109,7 @@ class ModelChecks:
         self.own = {}
         for name, parameter in self.source.named_parameters():
             # a rewritten SOURCE holds tensors in a wider type than OUT
-            dtype = self.inputs.result_dtypes.get(name, parameter.dtype)
+            dtype = self.result.weights.tensors.get(name, parameter).dtype
             parameter.data = parameter.data.to(dtype).to(parameter.dtype)
             self.own[name] = parameter.data
         modules = read_modules(self.inputs, self.own, self.parameters)
@@ -222,10 +222,10 @@ class ModelChecks:
         for kind, theirs in self.source_caches.items():
             ours = self.caches[kind]
             wanted = theirs
-            counts = self.result.counts
-            if len(set(counts)) == 1:
-                counts = counts[:1] * len(theirs)  # some layers may keep no keys
             if self.result.changed:
+                counts = self.result.groups
+                if isinstance(counts, int):
+                    counts = [counts] * len(theirs)  # some layers may keep no keys
                 layers = zip(counts, theirs, strict=True)
                 wanted = [(count, count, *sizes) for count, (_, _, *sizes) in layers]
             if not ours or ours != wanted:

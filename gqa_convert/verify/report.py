@@ -40,24 +40,23 @@ class VerificationReport:
 
         Args:
             name: of the check.
-            function: returns what it looked at, alone or behind something that it hands on, or
-                raises. On a damaged OUT any library may raise anything. Only SOURCE raises
+            function: returns what it looked at in words, or something that has these as its text,
+                or raises. On a damaged OUT any library may raise anything. Only SOURCE raises
                 CorruptCheckpointError and ConfigError, and these reach the caller.
             args: its arguments.
 
         Returns:
-            What the check hands on, or True; None if it fails.
+            What the function returns; None if it raises.
         """
         try:
-            done = function(*args)
+            found = function(*args)
         except (CorruptCheckpointError, ConfigError):
             raise
         except Exception as problem:
             detail = str(problem) if isinstance(problem, Failure) else first_line(problem)
             self.checks.append(Check(name, False, detail))
             return None
-        found, detail = done if isinstance(done, tuple) else (True, done)
-        self.checks.append(Check(name, True, detail))
+        self.checks.append(Check(name, True, str(found)))
         return found
 
     def summary(self) -> JsonObject:

@@ -152,6 +152,14 @@ class Result:
                 self.modeling = None  # stock classes load it
         self.folds = self.method in (FACTORED, FITTED)
 
+    def __str__(self) -> str:
+        before = heads_text([module.before for module in self.decoder])
+        kinds = [f"{count} modules of {kind} attention" for kind, count in self.kinds.items()]
+        return (
+            f"{self.decoder[0].heads} query heads, {before} -> {heads_text(self.counts)} K/V heads "
+            f"in {', '.join(kinds)}"
+        )
+
     @cached_property
     def free(self) -> dict[str, set[Role]]:
         """By module, the roles whose heads the method may make anything of; none for plain methods.
@@ -168,16 +176,15 @@ class Result:
             return {name: {"query", "key", "value", "output", "output_bias"} for name in names}
         clips = any(config_value(config, key) for key in ("clip_qkv", "attn_config.clip_qkv"))
         is_normed = family.gainless_key_norm is not None and config.get(*family.gainless_key_norm)
-        found: dict[str, set[Role]] = {}
-        for name in names:
-            found[name] = set()
+        found: dict[str, set[Role]] = {name: set() for name in names}
+        for name, roles in found.items():
             gains = f"{name}.{family.key_norm_name}."
             has_gains = any(tensor.startswith(gains) for tensor in self.inputs.source.tensors)
             is_scaled = has_gains and family.key_norm != "none"
             if not (clips or is_normed or is_scaled or family.key_constraint):
-                found[name] |= {"query", "key"}
+                roles |= {"query", "key"}
             if not (clips or family.value_constraint):
-                found[name] |= {"value", "output"}
+                roles |= {"value", "output"}
         return found
 
     @cached_property
@@ -192,17 +199,6 @@ class Result:
                 if before.counts.keys() & free.union(MERGED):
                     found.append((before, after, free))
         return found
-
-
-def read_result(inputs: Inputs, weights: Weights) -> tuple[Result, str]:
-    """Find the heads of OUT, and say which they are."""
-    result = Result(inputs, weights)
-    before = heads_text([module.before for module in result.decoder])
-    kinds = [f"{count} modules of {kind} attention" for kind, count in result.kinds.items()]
-    return result, (
-        f"{result.decoder[0].heads} query heads, {before} -> {heads_text(result.counts)} K/V heads "
-        f"in {', '.join(kinds)}"
-    )
 
 
 def _layer_number(module: Module) -> int:
@@ -265,13 +261,13 @@ def _read_module(
     query_rows = heads * width if family.fused and kind != "cross" else 0
     rows_of_a_head = 2 * width if family.fused else width
     counts = []
-    for whose, tensors in (("SOURCE", source), ("OUT", out)):
-        rows = tensors[projection].shape[axis] if projection in tensors else 0
+    for tensors in (source, out):
+        rows = tensors[projection].shape[axis]
         count, rest = divmod(rows - query_rows, rows_of_a_head)
         if rest or count < 1 or heads % count:
             raise Failure(
-                f"{projection} of {whose} does not suit {heads} query heads of {width} rows: "
-                "no number of K/V heads has that shape"
+                f"{projection} has {rows} rows, which are no number of K/V heads beside {heads} "
+                f"query heads of {width} rows"
             )
         counts.append(count)
     before, after = counts

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.verify.config import check_config, check_modelling_file, check_provenance
+from gqa_convert.verify.config import check_config, check_provenance
 from gqa_convert.verify.files import check_copied, check_hashes, open_result
 from gqa_convert.verify.inputs import Progress, read_inputs
 from gqa_convert.verify.models import check_models
 from gqa_convert.verify.report import VerificationReport
-from gqa_convert.verify.result import Result, read_result
+from gqa_convert.verify.result import Result
 from gqa_convert.verify.tensors import (
     check_headers,
     check_merged,
@@ -56,42 +56,39 @@ def verify_checkpoint(
     with read_inputs(out, source, revision, on_note) as inputs:
         report = VerificationReport(str(inputs.out), inputs.named.source_id)
         weights = report.check("files", open_result, inputs.out)
-        result: Result | None = weights and report.check("heads", read_result, inputs, weights)
-        if result:
-            if report.check("tensor headers", check_headers, result):
-                report.check("untouched tensors", check_untouched, result, progress)
-                is_merged = report.check("merged tensors", check_merged, result, progress)
-                if is_merged and result.folds:
-                    report.check("spans", check_spans, result)
-            report.check("config", check_config, result)
-            report.check("provenance", check_provenance, result)
-            if result.modeling:
-                report.check("modelling file", check_modelling_file, inputs, result.modeling)
-            if inputs.claims:
-                report.check("hashes", check_hashes, result)
-        modeling = result.modeling if result else inputs.modeling
-        report.check("copied files", check_copied, inputs, modeling)
-        if result and logits:
+        result: Result | None = weights and report.check("heads", Result, inputs, weights)
+        if not result:
+            return report
+        if report.check("tensor headers", check_headers, result):
+            report.check("untouched tensors", check_untouched, result, progress)
+            is_merged = report.check("merged tensors", check_merged, result, progress)
+            if is_merged and result.folds:
+                report.check("spans", check_spans, result)
+        report.check("config", check_config, result)
+        report.check("provenance", check_provenance, result)
+        report.check("copied files", check_copied, result)
+        if inputs.claims:
+            report.check("hashes", check_hashes, result)
+        if logits:
             check_models(report, result, progress)
         return report
 
 
-def prover(source: str | Path, revision: str | None = None) -> Callable[[Path], None]:
-    """What `convert_checkpoint` takes as `prove`: the proof of a result whose model type is on no
-    list, before the result appears.
+def prove(source: str | Path, revision: str | None, folder: Path) -> None:
+    """Verify a result whose model type is on no list, before it appears.
 
     Args:
         source: the folder or the Hub id of the source.
         revision: branch, tag or commit on the Hub.
+        folder: of the result.
+
+    Raises:
+        UnsupportedFamilyError: a check does not hold.
     """
-
-    def prove(folder: Path) -> None:
-        report = verify_checkpoint(folder, source, revision=revision)
-        for check in report.checks:
-            if not check.passed:
-                raise UnsupportedFamilyError(
-                    f"{source} has a model type that is on no list, and its result failed the "
-                    f"proof ({check.name}: {check.detail}): nothing is written"
-                )
-
-    return prove
+    report = verify_checkpoint(folder, source, revision=revision)
+    for check in report.checks:
+        if not check.passed:
+            raise UnsupportedFamilyError(
+                f"{source} has a model type that is on no list, and its result failed the "
+                f"proof ({check.name}: {check.detail}): nothing is written"
+            )

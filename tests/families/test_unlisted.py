@@ -2,6 +2,7 @@
 others appears.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import GQAConvertError, UnsupportedFamilyError
 from gqa_convert.families.loading import load_model
 from gqa_convert.families.records import ALL, FAMILIES, REFUSALS
-from gqa_convert.verify.run import prover
+from gqa_convert.verify.run import prove
 from tests.helpers.checkpoints import digests, refused
 from tests.helpers.tiny import make_checkpoint
 from tests.helpers.verification import edit_json
@@ -59,7 +60,9 @@ def test_a_hidden_type_has_the_bytes_of_a_listed_one(
     options = ConversionOptions(method="mean")
     convert_checkpoint(source, tmp_path / "listed", 3, options)
     hide(model_type, monkeypatch)
-    result = convert_checkpoint(source, tmp_path / "hidden", 3, options, prove=prover(source))
+    result = convert_checkpoint(
+        source, tmp_path / "hidden", 3, options, prove=partial(prove, source, None)
+    )
     assert any("on no list" in warning for warning in result.plan.warnings)
     assert digests(tmp_path / "hidden") == digests(tmp_path / "listed")
 
@@ -75,7 +78,11 @@ def test_nothing_is_written_of_a_type_that_works_otherwise(
     options = ConversionOptions(method="mean")
     with pytest.raises(GQAConvertError) as caught:
         convert_checkpoint(
-            tmp_path / "source", tmp_path / "out", 3, options, prove=prover(tmp_path / "source")
+            tmp_path / "source",
+            tmp_path / "out",
+            3,
+            options,
+            prove=partial(prove, tmp_path / "source", None),
         )
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -92,7 +99,7 @@ def test_a_result_without_a_proof_does_not_appear(
     def lie(folder: Path) -> None:
         """A wrong result."""
         edit_json(folder / "config.json", rms_norm_eps=0.5)
-        prover(source)(folder)
+        prove(source, None, folder)
 
     with refused(UnsupportedFamilyError, "failed the proof"):
         convert_checkpoint(source, tmp_path / "out", 3, ConversionOptions(method="mean"), prove=lie)

@@ -30,7 +30,7 @@ from tests.helpers.verification import (
 
 MERGED, UNTOUCHED, SPANS = {"merged tensors"}, {"untouched tensors"}, {"spans"}
 FILES, CONFIG, CLAIMS, HEADERS = {"files"}, {"config"}, {"provenance"}, {"tensor headers"}
-CODE, CARRIED, HASHES = {"modelling file"}, {"copied files"}, {"hashes"}
+CARRIED, HASHES = {"copied files"}, {"hashes"}
 
 STEM, FIRST = "model.layers.1.self_attn", "model.layers.0.self_attn"
 QUERY, KEY, NORM = f"{STEM}.q_proj.weight", f"{STEM}.k_proj.weight", "model.norm.weight"
@@ -272,8 +272,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     ),
     "missing template": (LLAMA, delete("chat_template.jinja"), CARRIED),
     "new code": (LLAMA, write("modeling.py", "x"), CARRIED),
-    "no modelling file": (("mpt", 4), delete("gqa_mpt.py"), CODE),
-    "a modelling file cut short": (("mpt", 4), write("gqa_mpt.py", "import torch\n"), CODE),
+    "no modelling file": (("mpt", 4), delete("gqa_mpt.py"), CARRIED),
+    "a modelling file cut short": (("mpt", 4), write("gqa_mpt.py", "import torch\n"), CARRIED),
     # the config
     "wrong count": (LLAMA, config(num_key_value_heads=4), CONFIG),
     "wrong group number": (LLAMA, config(multi_query_group_num=12), CONFIG),
