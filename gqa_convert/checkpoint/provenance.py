@@ -63,11 +63,6 @@ class CalibrationRecord(Result):
     sharded: str = ""
     """How processes divided the source's weights, in words; empty where each held all of them."""
 
-    def as_json(self) -> JsonObject:
-        """The record as plain data; `sharded` only where there is something to say."""
-        found = super().as_json()
-        return found if self.sharded else {key: found[key] for key in found if key != "sharded"}
-
     def inputs(self) -> JsonObject:
         """What the merged layers depend on."""
         return {key: value for key, value in self.as_json().items() if key not in FOUND}

@@ -50,8 +50,6 @@ def _records(model_type: str) -> dict[str, Family]:
     fields = {key: _frozen(value) for key, value in row.items() if key not in _NOT_FIELDS}
     native = not row.keys() & {"modeling", "own_code"}
     family = Family(model_type=model_type, native=native, **fields)
-    if "modeling" not in row and "by_layer" not in row:
-        return {model_type: family}
 
     # DeciLM's own type has no other form; the stock types that can become one prefer it
     source = DECILM_SOURCES[0] if model_type == DECILM else model_type
@@ -69,12 +67,14 @@ def _records(model_type: str) -> dict[str, Family]:
         form = Modeling(row["modeling"], model_type, own_type, classes, row["tokenizer"])
         family = replace(family, modeling=form, kv_heads=row.get("kv_heads", "heads"))
         others: JsonObject = {"kv_heads": "stated", "fused_layout": "blocks"}
-    else:
+    elif "by_layer" in row:
         classes = {auto: name for auto, name in classes.items() if auto in by_layer}
         form = Modeling("gqa_by_layer", model_type, own_type, classes, fast)
         forms = (decilm, form) if model_type in DECILM_SOURCES else (form,)
         family = replace(family, layerwise=forms)
         others = {"kv_heads": "listed", "layerwise": (form,)}
+    else:
+        return {model_type: family}
     others |= NO_ENGINES | {"legacy_keys": {}}  # transformers 4 can't load a result
     result = replace(family, model_type=own_type, modeling=form, native=False, **others)
     return {model_type: family, own_type: result}
