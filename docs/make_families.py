@@ -19,7 +19,7 @@ PAGE = """\
 
 # Supported models
 
-Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOURCE --kv-heads N --dry-run`.
+After this page you know what becomes of your model and what loads it. Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOURCE --kv-heads N --dry-run`.
 
 | your type is | its result | loads with |
 |---|---|---|
@@ -31,11 +31,11 @@ Look for the `model_type` of your `config.json`, or ask `gqa-convert convert SOU
 | [refused](#refused) | does not exist | |
 | on no list | keeps its type | transformers |
 
-A type on no list is converted like a Llama if its config has `num_key_value_heads` and its attention separate projections with Llama's names. Nothing is written unless [verify](verification.md) finds the logits equal.
+A type on no list needs `num_key_value_heads` in its config and projections with Llama's names. Nothing is written unless [verify](verification.md) finds the logits equal.
 
 ## Native
 
-**yes**: a tiny result with 3 K/V heads of 12 gave transformers' tokens and logits in the engine. **listed**: the engine names the type, but was not run. Nothing: it failed or was not tried. `gqa-convert check-serving OUT` tests [yours](serving-and-publishing.md).
+**yes**: a tiny result with 3 K/V heads of 12 gave transformers' tokens and logits. **listed**: the engine names the type, but was not run. Nothing: it failed or was not tried. `gqa-convert check-serving OUT` tests [yours](serving-and-publishing.md).
 
 | vLLM | llama.cpp | types |
 |---|---|---|
@@ -51,13 +51,13 @@ vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from tra
 
 ## Composites
 
-Tested with an image and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte. canary hears, and t5gemma reads text: their encoders stay as they are.
+Tested with an image (canary hears, t5gemma reads text) and the decoder in brackets; another native decoder is accepted. Everything outside the decoder stays byte for byte.
 
 {composites}
 
 ## Rewritten as a stock type
 
-A stock class computes the same and counts K/V heads. `--no-native` keeps the source's type.
+`--no-native` keeps the source's type.
 
 | type | becomes | where | vLLM | llama.cpp |
 |---|---|---|---|---|
@@ -65,14 +65,12 @@ A stock class computes the same and counts K/V heads. `--no-native` keeps the so
 
 ## Modelling file
 
-transformers runs the files that the result carries; where gqa-convert is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. No other engine knows these types. An encoder-decoder is converted in its decoder, self-attention and cross-attention, and with `--encoder` in its encoder too.
+transformers runs the files that the result carries; where gqa-convert is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. CTranslate2 runs [some](serving-and-publishing.md#which-engines-load-which-types) of these types, no other engine any. An encoder-decoder is converted in its decoder, and with `--encoder` in its encoder too.
 
 - Decoders: {decoders}.
 - Encoder-decoders: {encoder_decoders}.
 
-whisper and speech_to_text hear; only Whisper, whose windows of sound have one length, is calibrated on sound. florence2 and vision-encoder-decoder (Donut: an mbart behind a Swin) look at pictures, and are converted from their weights alone.
-
-gpt_neo runs with eager attention only.
+Of those that hear or see, only whisper is calibrated; speech_to_text, florence2 and vision-encoder-decoder (Donut: an mbart behind a Swin) are converted from their weights alone. gpt_neo runs with eager attention only.
 
 ## Layers that differ
 
