@@ -33,11 +33,7 @@ def check_config(result: Result) -> str:
     """OUT's config is SOURCE's, except for the number of K/V heads, which is that of the tensors,
     and for the keys that lead to a modelling file and say what that was tested with.
     """
-    config = result.inputs.out_config
-    expected = _expected_config(result)
-    if result.modeling:
-        expected[TESTED_KEY] = config.get(TESTED_KEY, TESTED)  # another version's, too
-    compare_json(CONFIG, config, expected)
+    compare_json(CONFIG, result.inputs.out_config, _expected_config(result))
     return f"SOURCE's, with {result.groups} K/V heads"
 
 
@@ -45,9 +41,12 @@ def _expected_config(result: Result) -> JsonObject:
     inputs = result.inputs
     family = inputs.family
     modeling = result.modeling
-    original = inputs.config
+    original = inputs.converted.config
     groups = result.groups
-    added = _modelling_keys(modeling, original) if modeling else legacy_config_keys(original)
+    added = legacy_config_keys(original)
+    if modeling:
+        tested = inputs.out_config.get(TESTED_KEY, TESTED)  # another version's, too
+        added = _modelling_keys(modeling, original) | {TESTED_KEY: tested}
     if modeling and modeling in family.layerwise:
         return restate(modeling, original, tuple(result.counts)) | added
 

@@ -98,10 +98,9 @@ def check_hashes(result: Result) -> str:
     """OUT's weight files are those that were written. Methods that fold record hashes always,
     because no other check sees every bit.
     """
-    stated = {}
-    for name, file in result.inputs.claims["written"].items():
-        if name.endswith(".safetensors"):
-            stated[name] = file.get("sha256")
+    written = result.inputs.claims["written"]
+    weights = [name for name in written if name.endswith(".safetensors")]
+    stated = {name: written[name].get("sha256") for name in weights}
     if set(stated.values()) == {None} and not result.folds:
         return "none were recorded; the checks on tensors compare every bit"
     files = result.inputs.out.glob("*.safetensors")

@@ -38,7 +38,6 @@ Progress = Callable[[str, int, int], None]
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"
-_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class Weights:
@@ -98,11 +97,8 @@ class Inputs:
         claims: its provenance record. Both are empty if they cannot be read.
         named: SOURCE as the user or the record names it, opened by the converter.
         original: its tensors.
-        source: SOURCE's tensors in the form in which it was converted: `original`, unless that is
-            rewritten.
-        config: SOURCE's config in that form.
-        result_dtypes: the types that OUT must have for tensors that a rewritten SOURCE holds in a
-            wider one.
+        converted: SOURCE in the form in which it was converted: `named`, unless that is rewritten.
+        source: the tensors of that form.
         family: the record of that form.
     """
 
@@ -111,15 +107,14 @@ class Inputs:
     claims: JsonObject
     named: Checkpoint
     original: Weights
+    converted: Checkpoint
     source: Weights
-    config: JsonObject
-    result_dtypes: dict[str, torch.dtype]
     family: Family
 
     @property
     def decoder_config(self) -> JsonObject:
-        """The config of SOURCE's decoder, which in a composite model is nested in `config`."""
-        return decoder_config(self.config)
+        """The config of SOURCE's decoder, which in a composite model is nested."""
+        return decoder_config(self.converted.config)
 
     @property
     def modeling(self) -> Modeling | None:
@@ -186,9 +181,8 @@ def read_inputs(
             claims=claims,
             named=checkpoint,
             original=original,
+            converted=converted,
             source=weights,
-            config=converted.config,
-            result_dtypes={name: _TORCH[code] for name, code in converted.result_dtypes.items()},
             family=family,
         )
 

@@ -58,11 +58,10 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
     if inputs.out_config.get("model_type") != inputs.named.config.get("model_type"):
         report.check("tokenizer", check_tokenizer, inputs)
     checks = ModelChecks(result)
-    loads = report.check("loads", checks.load_out)
-    progress("logits", 1, 3)
-    loads = loads and report.check("source loads", checks.load_source)
-    progress("logits", 2, 3)
-    if not loads:
+    if not report.check("loads", checks.load_out):
+        return
+    progress("logits", 1, 2)
+    if not report.check("source loads", checks.load_source):
         return
     if result.folds:
         report.check("module outputs", checks.module_outputs)
@@ -70,7 +69,7 @@ def check_models(report: VerificationReport, result: Result, progress: Progress)
     report.check("cache heads", checks.cache_heads)
     for name in ("cached decoding", "eager attention"):
         report.check(name, checks.same, name)
-    progress("logits", 3, 3)
+    progress("logits", 2, 2)
     if inputs.original is not inputs.source:
         report.check("rewritten source", checks.same_as_original)
 

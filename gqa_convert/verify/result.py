@@ -301,10 +301,9 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
 
     for ending in ("weight", "bias"):
         for part, (counts, blocks) in parts.items():
-            names = names_after = [f"{module.name}.{part}.{ending}"]
-            if family.key_norm == "per_head_list" and part == family.key_norm_name:
+            names = [f"{module.name}.{part}.{ending}"]
+            if "key_norm" in counts and family.key_norm == "per_head_list":
                 names = [f"{module.name}.{part}.{head}.{ending}" for head in range(kv_heads)]
-                names_after = names[: module.after]
             if names[0] not in source:
                 continue
             if part == family.output and ending == "bias":
@@ -313,7 +312,6 @@ def _head_tensors(module: Module, family: Family, source: Tensors) -> Iterator[P
             axis = int(is_turned and source[names[0]].dim() == 2)
             merged = {role: module.after for role in counts if role in MERGED}
             blocks_after = 1 if merged else blocks
-            yield (
-                HeadTensor(names, axis, counts, blocks),
-                HeadTensor(names_after, axis, counts | merged, blocks_after),
-            )
+            before = HeadTensor(names, axis, counts, blocks)
+            after = HeadTensor(names[: module.after], axis, counts | merged, blocks_after)
+            yield before, after

@@ -9,8 +9,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from gqa_convert.checkpoint.dtypes import TORCH
 from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.inputs import Progress, Tensors
+from gqa_convert.verify.inputs import JsonObject, Progress, Tensors
 from gqa_convert.verify.report import Failure
 from gqa_convert.verify.result import FITTED, MERGED, PLAIN, HeadTensor, Module, Result, Role
 
@@ -33,20 +34,19 @@ def check_headers(result: Result) -> str:
     """
     inputs = result.inputs
     source = inputs.source.tensors
-    shapes = {name: list(tensor.shape) for name, tensor in source.items()}
+    expected: JsonObject = {}
+    for name, tensor in source.items():
+        # a rewritten SOURCE holds some tensors in a wider type
+        dtype = inputs.converted.result_dtypes.get(name) or TORCH[str(tensor.dtype)]
+        expected[name] = [dtype, *tensor.shape]
     for before, after, _ in result.touched:
         for name in before.names[len(after.names) :]:  # norms of K/V heads that OUT does not have
-            del shapes[name]
+            del expected[name]
         for name in after.names:
-            size = shapes[name][after.axis]
-            shapes[name][after.axis] = size // before.heads * after.heads
-    expected = {}
-    for name, shape in shapes.items():
-        # a rewritten SOURCE holds some tensors in a wider type
-        dtype = inputs.result_dtypes.get(name, source[name].dtype)
-        expected[name] = [str(dtype), shape]
+            size = expected[name][1 + after.axis]
+            expected[name][1 + after.axis] = size // before.heads * after.heads
     tensors = result.weights.tensors.items()
-    found = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors}
+    found = {name: [TORCH[str(tensor.dtype)], *tensor.shape] for name, tensor in tensors}
     compare_json("the header of OUT", found, expected)
     metadata = {"format": "pt"} | inputs.original.metadata
     compare_json("the metadata of OUT", result.weights.metadata, metadata)
@@ -83,11 +83,15 @@ def check_merged(result: Result, progress: Progress) -> str:
         progress("merged tensors", number, len(result.touched))
         theirs = before.read(source)
         for role, ours in after.read(out).items():
-            where = f"{after.names[0]} has {role} heads"
-            if role in free and not ours.isfinite().all():
-                raise Failure(f"{where} with NaN or Inf")
-            if role not in free and not _is_merge(result, theirs[role], ours):
-                raise Failure(f"{where} with other numbers than they must have")
+            if role in free:
+                is_right = bool(ours.isfinite().all())
+            else:
+                is_right = _is_merge(result, theirs[role], ours)
+            if not is_right:
+                raise Failure(
+                    f"{after.names[0]} has {role} heads with NaN, Inf or other numbers than they "
+                    "must have"
+                )
     how = "finite, and means where they may not be folded" if result.folds else "bit for bit"
     return f"{len(result.touched)} tensors, {how}"
 

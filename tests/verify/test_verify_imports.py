@@ -7,6 +7,7 @@ import gqa_convert.verify
 
 SHARED = {
     "errors": "exceptions",
+    "checkpoint.dtypes": "the names of types",
     "checkpoint.files": "which links lead out of a folder",
     "checkpoint.fingerprint": "whether SOURCE is the one that OUT was made from",
     "publishing.ownership": "hashes of files",
