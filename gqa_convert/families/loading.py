@@ -287,12 +287,13 @@ def load_model(folder: Path, dtype: Any, **options: Any) -> tuple[Any, list[str]
     return model.eval(), sorted(info["missing_keys"]) + sorted(misfits)
 
 
-def model_of_config(folder: Path, dtype: Any) -> Any:
+def model_of_config(folder: Path, dtype: Any, **options: Any) -> Any:
     """The model of `load_model` with the numbers that its class begins with.
 
     Args:
         folder: a local checkpoint, whose weights are not read.
         dtype: a torch type.
+        options: further options of `from_config`.
 
     Raises:
         Exception: whatever transformers raises.
@@ -300,7 +301,8 @@ def model_of_config(folder: Path, dtype: Any) -> Any:
     import transformers
 
     auto = getattr(transformers, auto_class(read_config(folder)))
-    return auto.from_config(_load_config(folder), dtype=dtype, trust_remote_code=False)
+    config = _load_config(folder)
+    return auto.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
 def _load_config(folder: Path) -> Any:

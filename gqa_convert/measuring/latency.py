@@ -30,7 +30,7 @@ from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import kv_heads_by_layer
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.results import BenchmarkFile, TimedCell
-from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.runtime.json_objects import Config
 from gqa_convert.runtime.machine import chosen_device, measurement
 
 CONTEXT = 512
@@ -214,7 +214,7 @@ def make_models(
         made = source
         if groups != plan.source_kv_heads:
             with loading.explained(name), torch.device(device), no_init_weights():
-                made = _build(plan.config | {"attn_implementation": attention}, exact)
+                made = _build(plan.config, exact, attention)
             # the source's weights where they fit, and random ones
             for key, parameter in made.named_parameters():
                 if key in weights and weights[key].shape == parameter.shape:
@@ -225,11 +225,11 @@ def make_models(
     return models, attention
 
 
-def _build(config: JsonObject, dtype: torch.dtype) -> Any:
+def _build(config: Config, dtype: torch.dtype, attention: str) -> Any:
     """The model of a config.json, in evaluation mode and without gradients."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        model = loading.model_of_config(Path(folder), dtype)
+        model = loading.model_of_config(Path(folder), dtype, attn_implementation=attention)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 
