@@ -287,6 +287,26 @@ def load_model(folder: Path, dtype: Any, **options: Any) -> tuple[Any, list[str]
     return model.eval(), sorted(info["missing_keys"]) + sorted(misfits)
 
 
+def load_complete(name: str, folder: Path, dtype: Any, advice: str, **options: Any) -> Any:
+    """The model of `load_model`, of which the checkpoint holds all parameters.
+
+    Args:
+        name: of the checkpoint, for messages.
+        folder: where it is.
+        dtype: as for `load_model`.
+        advice: what needs a language-model head, and what to do without one.
+        options: further options of `from_pretrained`.
+
+    Raises:
+        NoLanguageModelError: the checkpoint was saved without a language-model head.
+        CorruptCheckpointError: it lacks something else, or transformers can't load it.
+    """
+    with explained(name):
+        model, missing = load_model(folder, dtype, **options)
+    check_complete(name, folder, missing, advice)
+    return model
+
+
 def model_of_config(folder: Path, dtype: Any, **options: Any) -> Any:
     """The model of `load_model` with the numbers that its class begins with.
 

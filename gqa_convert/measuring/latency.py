@@ -198,12 +198,11 @@ def make_models(
     """
     register()
     name = checkpoint.source_id
-    folder = checkpoint.local_folder
     exact = getattr(torch, dtype)
-    with loading.explained(name):
-        source, missing = loading.load_model(folder, exact, attn_implementation="eager")
-    loading.check_complete(name, folder, missing, _NEEDS_HEAD)
     attention = "eager"
+    source = loading.load_complete(
+        name, checkpoint.local_folder, exact, _NEEDS_HEAD, attn_implementation=attention
+    )
     if why_unsupported(type(source), source.config) is None:
         attention = "gqa"
         source.set_attn_implementation(attention)

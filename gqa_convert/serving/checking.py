@@ -21,12 +21,11 @@ from gqa_convert.families.layerwise import is_decilm
 from gqa_convert.families.loading import (
     TASKS,
     auto_class,
-    check_complete,
     check_language_model,
     explained,
     hears,
     is_encoder_decoder,
-    load_model,
+    load_complete,
     load_tokenizer,
     read_config,
 )
@@ -77,8 +76,9 @@ def ask_transformers(folder: Path) -> tuple[list[TokenIds], Outcome]:
     from transformers import GenerationConfig, GenerationMixin
 
     with explained(str(folder)), torch.inference_mode():
-        model, missing = load_model(folder, torch.float32, attn_implementation="eager")
-        check_complete(str(folder), folder, missing, NEEDS_HEAD)
+        model = load_complete(
+            str(folder), folder, torch.float32, NEEDS_HEAD, attn_implementation="eager"
+        )
         config = model.config.get_text_config().to_dict()
         # the checkpoint's own generation config could stop at a token or penalise repetition
         model.generation_config = GenerationConfig(

@@ -16,10 +16,9 @@ from typing import Any
 
 from gqa_convert.errors import GQAConvertError, OutputError, first_line
 from gqa_convert.families.loading import (
-    check_complete,
     hears,
     is_encoder_decoder,
-    load_model,
+    load_complete,
     load_tokenizer,
     read_config,
 )
@@ -68,8 +67,7 @@ def _specification(result: Path) -> Any:
     import torch
     from ctranslate2.converters import transformers as stock
 
-    model, missing = load_model(result, "auto")
-    check_complete(str(result), result, missing, "CTranslate2 predicts tokens with it")
+    model = load_complete(str(result), result, "auto", "CTranslate2 predicts tokens with it")
     # the class of a result with a modelling file is derived from transformers' own
     names = [each.__name__ for each in type(model.config).__mro__]
     loader = next(

@@ -164,7 +164,5 @@ def load(candidate: Candidate, dtype: str, device: str) -> Any:
     """
     if dtype == "auto" and device.startswith("cpu"):
         dtype = "float32"
-    with loading.explained(candidate.name):
-        model, missing = loading.load_model(candidate.folder, dtype)
-        loading.check_complete(candidate.name, candidate.folder, missing, _HEAD)
-        return model.requires_grad_(False).to(device)
+    model = loading.load_complete(candidate.name, candidate.folder, dtype, _HEAD)
+    return model.requires_grad_(False).to(device)
