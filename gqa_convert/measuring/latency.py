@@ -165,7 +165,6 @@ def plan_versions(checkpoint: Checkpoint, candidates: Sequence[int] | None) -> d
         GQAConvertError: the model can't be converted.
     """
     name = checkpoint.source_id
-    loading.check_language_model(name, checkpoint.config, _NEEDS_HEAD)
     own = make_plan(checkpoint, 1).source_kv_heads
     if kv_heads_by_layer(checkpoint.config, name) is not None:
         raise OptionError(

@@ -133,26 +133,22 @@ def make_text(tokenizer: Any, length: int, number: int) -> RetrievalText:
     Raises:
         OptionError: the facts and a question take more tokens.
     """
-    # facts, and what share of the prose stands before each
+    # facts, with the share of the prose that stands before each, and the ends of prompts
     chance = random.Random(f"0 {length} {number}")
     facts = list(_draw_facts(chance, number))
     chance.shuffle(facts)
-    stated = []
+    stated, ends = [], []
+    room = 0
     for place, fact in enumerate(facts):
         # all but needles stand in paragraphs of their own
         text = fact.text if fact.kind == "needles" else f"\n\n{fact.text}\n\n"
         stated.append(((place + chance.random()) / len(facts), text))
-    first = chance.randrange(len(filler()))
-
-    # the end of each prompt
-    ends = []
-    room = 0
-    for fact in facts:
         for ending, answer in fact.asked:
             ends.append((fact.kind, _encode(tokenizer, ending), answer))
             room = max(room, 1 + len(_encode(tokenizer, f" {answer}")))
 
-    # what stands before it; more prose fills shorter ends, so that all prompts have one length
+    # what stands before them; more prose fills shorter ends, so that all prompts have one length
+    first = chance.randrange(len(filler()))
     longest = max(len(end) for _, end, _ in ends)
     shared = _fill(tokenizer, stated, first, length - room - longest)
     more = _sentences(first + len(filler()) // 2, 3)
