@@ -43,9 +43,9 @@ A type on no list needs `num_key_value_heads` in its config and projections with
 
 A Gemma 4 may have one number in layers with a sliding window and another in the rest.
 
-vLLM 0.32.0 on a CPU and llama.cpp as of llama-cpp-python 0.3.36 differ from transformers 5.23 on the same files:
+vLLM and llama.cpp ([versions](serving-and-publishing.md#which-engines-load-which-types)) differ from transformers on the same files:
 
-- **Sliding windows.** llama.cpp attends to all tokens in {wide}, in a Qwen where `use_sliding_window` is set; vLLM lets cohere2 and cohere2_moe see one token more. `convert --dry-run` states up to how many tokens the result is the same.
+- **Sliding windows.** llama.cpp attends to all tokens in {wide} (a Qwen only with `use_sliding_window`); vLLM lets cohere2 and cohere2_moe see one token more. `convert --dry-run` states up to how many tokens the result is the same.
 - **llama.cpp**: gpt_oss has logits that differ by up to 5.3% of their spread. dots1, phi and olmoe load only with as many K/V heads as query heads, ernie4_5_moe not at all. bamba and solar_open gave different tokens. glm and nemotron load if `head_dim` is `hidden_size` / heads. granitemoehybrid is wrong with rotary positions.
 - **vLLM**: lfm2_moe gave different tokens, gemma3n_text different logits, phimoe no finite logits. In float32, falcon_h1, granitemoehybrid, jamba, nemotron_h and qwen3_next fail.
 
