@@ -123,8 +123,11 @@ def check_provenance(result: Result) -> str:
         "method": result.method,
         "encoder": bool(result.kinds["encoder"]),
         "route": "own file" if result.modeling else route,
+        "source": inputs.named.config.get("model_type"),
     }
-    compare_json(PROVENANCE, {key: claims.get(key) for key in truth}, truth)
+    source = claims["source"]
+    stated = claims | {"source": source["model_type"]}
+    compare_json(PROVENANCE, {key: stated.get(key) for key in truth}, truth)
 
     # `fit` needs a text, `factor` may have one, and no other method reads any
     text = claims.get("calibration")
@@ -132,14 +135,11 @@ def check_provenance(result: Result) -> str:
     if not is_right:
         raise Failure(f"{PROVENANCE} claims calibration = {text!r} for method {result.method}")
 
-    # SOURCE
-    stated = claims["source"]
-    own_type = {"model_type": inputs.named.config.get("model_type")}
-    compare_json(f"{PROVENANCE}: source", {"model_type": stated["model_type"]}, own_type)
+    # the files of SOURCE
     for name in (CONFIG, *inputs.original.files):
         path = inputs.original.folder / name
         # the bytes alone of large files that nobody asked to hash
-        is_hashed = "sha256" in stated["files"][name]
+        is_hashed = "sha256" in source["files"][name]
         found = hash_file(path) if is_hashed else {"bytes": path.stat().st_size}
-        compare_json(f"{PROVENANCE}: SOURCE's {name}", stated["files"][name], found)
+        compare_json(f"{PROVENANCE}: SOURCE's {name}", source["files"][name], found)
     return f"as the files show, method {result.method}"

@@ -90,7 +90,7 @@ def check_copied(result: Result) -> str:
     if is_new and found.get(name) != expected.get(name):
         expected[name] = tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"}
         found[name] = read_object(out / name)
-    compare_json(f"files of OUT, of which gqa_*.py are those in {MODELING}", found, expected)
+    compare_json(f"files of OUT (gqa_*.py must be those in {MODELING})", found, expected)
     return f"{len(expected)} file(s), byte for byte"
 
 

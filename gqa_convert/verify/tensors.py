@@ -61,7 +61,9 @@ def check_untouched(result: Result, progress: Progress) -> str:
         progress: called with the stage `tensors`.
     """
     source, out = result.inputs.source.tensors, result.weights.tensors
-    touched = {name for before, _, _ in result.touched for name in before.names}
+    touched: set[str] = set()
+    for before, _, _ in result.touched:
+        touched.update(before.names)
     names = [name for name in source if name not in touched]
     for number, name in enumerate(names, 1):
         progress("tensors", number, len(names))
