@@ -53,6 +53,8 @@ class CalibrationRecord(Result):
     """Gradient steps of each layer."""
     digest: str
     """SHA-256 of the tokens."""
+    in_bfloat16: bool = False
+    """Whether products with activations were made in bfloat16; otherwise in float32."""
     kl_steps: int = 0
     """Steps of the stage that trains all layers together."""
     kl: Divergence | None = None

@@ -175,7 +175,7 @@ def convert(
                 f"the {choice.source_kv_bytes_per_token:,} bytes of K/V per token; chosen is "
                 f"{choice.reason}"
             )
-        kv_heads = choice.groups
+        kv_heads = choice.kv_heads
     if out is None or dry_run:
         checkpoint = open_checkpoint(source, revision=revision)  # of a Hub id, headers alone
         plan, text = plan_conversion(checkpoint, kv_heads, options)

@@ -49,8 +49,8 @@ def inspect(
         print_json(result.as_json())
         return
     say(
-        f"{result.source}: {result.model_type}, {result.kv_heads} K/V heads in {result.layers} "
-        "attention layers"
+        f"{result.source}: {result.model_type}, {result.source_kv_heads} K/V heads in "
+        f"{result.layers} attention layers"
     )
     if result.calibration["warning"]:
         print_note(result.calibration["warning"])
@@ -62,9 +62,9 @@ def inspect(
         "loses"
     )
     rows = [
-        {"N": str(each.groups), "loss added": figure(each, "increase", "+z.4f")}
-        for each in losses.by_groups
+        {"N": str(each.kv_heads), "loss added": figure(each, "increase", "+z.4f")}
+        for each in losses.by_kv_heads
     ]
     show_table(title, rows)
-    for warning in sink_warnings(losses.by_groups):
+    for warning in sink_warnings(losses.by_kv_heads):
         print_note(warning)

@@ -15,10 +15,12 @@ from gqa_convert.conversion.resources import (
     device_of,
     held_bytes,
     holds_halves,
+    is_reduced,
     is_slow,
     last_stage_free,
     running_bytes,
     sharded_free,
+    torch_device,
     writing_bytes,
 )
 from gqa_convert.processes import started
@@ -99,7 +101,8 @@ def _with_text(plan: Plan, options: CalibrationOptions, needs: Needs, processes:
     memory = running + held_bytes(plan.checkpoint, halves=holds_halves(plan, device))
     sizes = [entry.elements for entry in entries]
     least, offloaded = running + 4 * max(*sizes, sum(sizes) // len(plan.layers)), 4 * sum(sizes)
-    work = f"{needs.work} on {tokens:,} tokens"
+    in_16_bits = ", in bfloat16" if is_reduced(plan, torch_device(device)) else ""
+    work = f"{needs.work} on {tokens:,} tokens{in_16_bits}"
     writing = writing_bytes(plan, device) if mixes(plan, options) else 0
     memory = max(memory, writing)
     steps, is_asked = steps_together(plan, options), options.kl_steps is not None

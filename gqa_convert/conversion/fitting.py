@@ -24,7 +24,7 @@ from gqa_convert.conversion.layers.optimizer import batch_order
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.resources import LAST_STAGE, Decisions, decide, holds_halves
+from gqa_convert.conversion.resources import LAST_STAGE, Decisions, decide, half_type
 from gqa_convert.errors import (
     DeviceMemoryError,
     LaunchError,
@@ -126,6 +126,7 @@ def _prepare_work(
         seed=options.seed,
         steps=steps_per_layer(options) if plan.merge_method.trains else 0,
         digest=calibration.digest,
+        in_bfloat16=decisions.in_bfloat16,
         left_out=(*left_out, *more),
     )
     store.check("text", record.inputs())
@@ -270,7 +271,7 @@ def _load_source(work: FitWork) -> Any:
         OptionError: the last stage needs it in memory, where it is not.
     """
     device = chosen_device(work.options.device)
-    halves = holds_halves(work.plan, device)
+    halves = work.decisions.in_bfloat16 and half_type(work.plan.checkpoint) is not None
     folder, sharded = work.plan.checkpoint.local_folder, bool(work.record.sharded)
     model = model_loading.open_model(folder, device=device, halves=halves, sharded=sharded)
     is_offloaded = any(parameter.is_meta for parameter in model.parameters())
@@ -283,7 +284,8 @@ def _load_source(work: FitWork) -> Any:
 
 
 def _precision(work: FitWork, model: Any) -> model_loading.Precision:
-    return model_loading.precision_of(work.plan, model_loading.running_device(model))
+    device = model_loading.running_device(model)
+    return model_loading.precision_of(work.decisions.in_bfloat16, device)
 
 
 def _fit_layers(work: FitWork, store: SharedStore, model: Any, on_progress: OnProgress) -> None:

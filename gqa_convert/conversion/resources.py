@@ -62,9 +62,11 @@ _MOST_PARAMETERS = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What the free memory decides when a conversion begins. A run that resumes obeys it.
+    """What the device and its free memory decide when a conversion begins. A run that resumes obeys
+    it, on another machine too.
 
     Attributes:
+        in_bfloat16: see `is_reduced`.
         no_own_text: why the source writes no text that is mixed in; empty where it does.
         no_last_stage: why all layers are not trained together unasked; empty where they are.
         recompute: whether activations inside layers are computed again in that stage's backward
@@ -76,6 +78,7 @@ class Decisions:
             too much of the GPU's. It changes no number.
     """
 
+    in_bfloat16: bool = False
     no_own_text: str = ""
     no_last_stage: str = ""
     recompute: bool = False
@@ -100,17 +103,19 @@ class Decisions:
 
 
 def decide(plan: Plan, options: CalibrationOptions, processes: int | None = None) -> Decisions:
-    """Decide, by the memory that is free now, what is done beside fitting layer by layer.
+    """Decide, by the device and the memory that is free now, how the source is run, and what is
+    done beside fitting layer by layer.
 
     Args:
         plan: of the conversion.
         options: of its calibration.
         processes: that would divide the work; by default those of this run.
     """
-    if not plan.merge_method.trains:
-        return Decisions()
     processes = processes or started()
     device = device_of(options)
+    in_bfloat16 = is_reduced(plan, torch_device(device))
+    if not plan.merge_method.trains:
+        return Decisions(in_bfloat16)
     free = free_memory(device)
     lacking = f"of free memory, and {device} has {size(free)}"
     # text of the source's own
@@ -135,7 +140,7 @@ def decide(plan: Plan, options: CalibrationOptions, processes: int | None = None
     # what waits between layers
     kept = _KEPT_BYTES * wanted_tokens(plan, options) * plan.hidden_size // processes
     on_host = device != "cpu" and kept > _KEPT_SHARE * free
-    return Decisions(no_own_text, no_last_stage, recompute, sharded, on_host)
+    return Decisions(in_bfloat16, no_own_text, no_last_stage, recompute, sharded, on_host)
 
 
 def is_slow(plan: Plan, device: str) -> bool:

@@ -108,11 +108,13 @@ def benchmark_model(
         for done, (rows, tokens) in enumerate(settings):
             progress("timing", done, len(settings))
             gc.collect()  # the caches before them
-            decoders = {groups: Decoder(made, rows, tokens) for groups, made in models.items()}
+            decoders = {kv_heads: Decoder(made, rows, tokens) for kv_heads, made in models.items()}
             times = _take_turns([*decoders.values()], repetitions)
-            for (groups, decoder), (low, median, high) in zip(decoders.items(), times, strict=True):
+            for (kv_heads, decoder), (low, median, high) in zip(
+                decoders.items(), times, strict=True
+            ):
                 cell = TimedCell(
-                    groups=groups,
+                    kv_heads=kv_heads,
                     batch=rows,
                     context=tokens,
                     decode_ms_per_token=median,
@@ -130,7 +132,7 @@ def benchmark_model(
         model_type=plan.family.model_type,
         dtype=dtype,
         heads=plan.heads,
-        kv_heads=plan.source_kv_heads,
+        source_kv_heads=plan.source_kv_heads,
         attention=attention,
         results=cells,
     )
@@ -208,9 +210,9 @@ def make_models(
     source = source.to(device).requires_grad_(False)
     weights = dict(source.named_parameters(remove_duplicate=False))
     models = {}
-    for groups, plan in plans.items():
+    for kv_heads, plan in plans.items():
         made = source
-        if groups != plan.source_kv_heads:
+        if kv_heads != plan.source_kv_heads:
             with loading.explained(name), torch.device(device), no_init_weights():
                 made = _build(plan.config, exact, attention)
             # the source's weights where they fit, and random ones
@@ -219,7 +221,7 @@ def make_models(
                     parameter.data = weights[key].data
                 else:
                     parameter.normal_(std=0.02)
-        models[groups] = made
+        models[kv_heads] = made
     return models, attention
 
 

@@ -136,7 +136,7 @@ class TimedCell(_Stored):
     quartiles, and the bytes of the whole cache.
     """
 
-    groups: int
+    kv_heads: int
     batch: int
     context: int
     decode_ms_per_token: float
@@ -153,7 +153,7 @@ class BenchmarkFile(_Measurement):
     model_type: str
     dtype: str
     heads: int
-    kv_heads: int
+    source_kv_heads: int
     attention: str
     results: list[TimedCell]
 

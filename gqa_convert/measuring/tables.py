@@ -143,18 +143,18 @@ def benchmark_table(result: BenchmarkFile) -> Table:
     timed.
     """
     title = (
-        f"{result.model}: {result.model_type}, {result.kv_heads} K/V heads, {result.dtype}; "
+        f"{result.model}: {result.model_type}, {result.source_kv_heads} K/V heads, {result.dtype}; "
         f"transformers, attention {result.attention}; "
         f"{result.machine.processor}, {result.machine.device}. Medians (and quartiles)"
     )
-    own = [cell for cell in result.results if cell.groups == result.kv_heads]
+    own = [cell for cell in result.results if cell.kv_heads == result.source_kv_heads]
     sources = {(cell.batch, cell.context): cell.decode_ms_per_token for cell in own}
     rows = []
     for cell in result.results:
         decode = cell.decode_ms_per_token
         source = sources.get((cell.batch, cell.context))
         row = {
-            "N": str(cell.groups),
+            "N": str(cell.kv_heads),
             "batch": str(cell.batch),
             "context": f"{cell.context:,}",
             "ms/token": f"{decode:.3g} ({cell.decode_ms_low:.3g} to {cell.decode_ms_high:.3g})",

@@ -34,7 +34,7 @@ def test_the_small_run_measures_every_part(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert errors(report) == []
     assert [row["kv_heads"] for row in report["attention"]] == [32, 8, 4, 1]
-    assert [row["groups"] for row in report["decoding"]["result"]["results"]] == [1, 4]
+    assert [row["kv_heads"] for row in report["decoding"]["result"]["results"]] == [1, 4]
     for name in gpu.ADAPTERS:
         run = report["uptraining"][name]
         assert run["tokens_per_second"] > 0

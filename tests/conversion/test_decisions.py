@@ -23,6 +23,7 @@ from gqa_convert.errors import (
     OptionError,
     OutputError,
 )
+from gqa_convert.runtime.machine import STATED
 from tests.helpers import folding_cases as folded
 from tests.helpers.chat_template import with_chat_template
 from tests.helpers.checkpoints import digests
@@ -109,6 +110,24 @@ def test_a_run_that_resumes_with_more_memory_obeys_the_first(
     assert f"left out: {own}; and {stage}" in seen
     assert result.calibration is not None
     assert "text of its own" not in result.calibration.text
+
+
+def test_a_run_that_resumes_on_another_processor_multiplies_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_WIDE", 1)
+
+    def on_processor(fast: bool, out: str, *, look: Any = None) -> Any:
+        monkeypatch.setenv(STATED, json.dumps({"bfloat16": fast}))
+        done = fit(tmp_path / out, look=look, mix=False)  # own text is written in either type
+        return done.calibration.in_bfloat16, digests(tmp_path / out)["model.safetensors"]
+
+    fast, slow = on_processor(True, "fast"), on_processor(False, "slow")
+    assert (fast[0], slow[0]) == (True, False)
+    assert fast[1] != slow[1]
+    with pytest.raises(KeyboardInterrupt):
+        on_processor(True, "out", look=stop_after_a_layer)
+    assert on_processor(False, "out") == fast
 
 
 def test_layers_of_another_command_are_neither_used_nor_lost(

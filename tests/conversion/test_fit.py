@@ -32,7 +32,7 @@ from gqa_convert.conversion.layers.statistics import (
 )
 from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
 from gqa_convert.conversion.progress import FitProgress
-from gqa_convert.conversion.resources import half_type, held_bytes
+from gqa_convert.conversion.resources import half_type, held_bytes, is_reduced
 from gqa_convert.conversion.run import convert_checkpoint
 from gqa_convert.errors import NonFiniteError, OptionError
 from gqa_convert.families.geometry import AttentionFinder
@@ -316,8 +316,9 @@ def test_precision_is_reduced_for_wide_sources_of_16_bits(
         LlamaForCausalLM(LlamaConfig(hidden_size=hidden_size, **sizes)).to(dtype).save_pretrained(
             folder
         )
-        is_reduced = precision_of(plan_of(folder, 2), torch.device("cpu")) is not nullcontext
-        assert is_reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
+        reduced = is_reduced(plan_of(folder, 2), torch.device("cpu"))
+        assert (precision_of(reduced, torch.device("cpu")) is not nullcontext) == reduced
+        assert reduced == (fast_bfloat16 and hidden_size == 256 and dtype == torch.bfloat16)
 
 
 @pytest.fixture

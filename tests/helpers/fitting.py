@@ -70,7 +70,8 @@ def fit(
     asked = CalibrationOptions(
         steps=steps, device="cpu", tokens=8, sequence_length=8, **{"kl_steps": 0} | options
     )
-    steps_together = decide(plan, asked).last_stage_steps(plan, asked) if held_out else 0
+    decisions = decide(plan, asked)
+    steps_together = decisions.last_stage_steps(plan, asked) if held_out else 0
     record = CalibrationRecord(text="", tokens=0, sequence_length=0, seed=0, steps=steps, digest="")
     records = []
 
@@ -79,7 +80,12 @@ def fit(
             records.append(progress.layer)
 
     work = FitWork(
-        plan=plan, options=asked, calibration=calibration, record=record, steps=steps_together
+        plan=plan,
+        options=asked,
+        calibration=calibration,
+        record=record,
+        steps=steps_together,
+        decisions=decisions,
     )
     found = fit_checkpoint(work, store, note)
     return records, found.kl_steps, found.kl

@@ -124,9 +124,9 @@ def sink_length(model: Any, blocks: Tensor) -> float:
 
 
 def test_the_planted_number_adds_no_loss(inspected: dict[str, Any]) -> None:
-    assert inspected["groups"] == [1, 2, 3, 4, 6]
+    assert inspected["candidates"] == [1, 2, 3, 4, 6]
     assert inspected["layers"] == 2
-    increases = {each["groups"]: each["increase"] for each in inspected["loss"]["by_groups"]}
+    increases = {each["kv_heads"]: each["increase"] for each in inspected["loss"]["by_kv_heads"]}
     assert abs(increases[3]) < 1e-4
     assert abs(increases[6]) < 1e-4
     assert min(increases[1], increases[2]) > 0.02
@@ -154,7 +154,9 @@ def test_losses_are_those_of_a_model_with_merged_weights(
             state |= {name: torch.from_numpy(array) for name, array in joined.items()}
         other = AutoModelForCausalLM.from_config(model.config).eval()
         other.load_state_dict(state)
-        stated = next(each for each in inspected["loss"]["by_groups"] if each["groups"] == groups)
+        stated = next(
+            each for each in inspected["loss"]["by_kv_heads"] if each["kv_heads"] == groups
+        )
         assert stated["loss"] == pytest.approx(loss_of(other, held_out), rel=1e-4)
         assert stated["increase"] == pytest.approx(stated["loss"] - inspected["loss"]["source"])
         assert stated["sink"] == pytest.approx(
@@ -182,9 +184,9 @@ def test_t5_is_inspected_in_self_and_cross_attention(tmp_path: Path) -> None:
         expected = float(model(**batches[-1]).loss)
     assert result["calibration"]["held_out_blocks"] == 1
     assert result["loss"]["source"] == pytest.approx(expected, rel=1e-5)
-    assert result["loss"]["by_groups"][1]["loss"] == pytest.approx(expected, rel=1e-5)
-    assert result["loss"]["by_groups"][0]["loss"] != pytest.approx(expected, rel=1e-5)
-    assert result["loss"]["by_groups"][0]["increase_standard_error"] is None, "there is one block"
+    assert result["loss"]["by_kv_heads"][1]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["loss"]["by_kv_heads"][0]["loss"] != pytest.approx(expected, rel=1e-5)
+    assert result["loss"]["by_kv_heads"][0]["increase_standard_error"] is None, "there is one block"
 
 
 def test_a_sink_that_shrinks_is_warned_of() -> None:
@@ -234,10 +236,10 @@ def test_the_command_for_people_and_for_scripts(planted: tuple[Path, Path]) -> N
     scripts = run(*options, "--json")
     assert (scripts.stderr, scripts.stdout.count("\n")) == ("", 1)
     printed = json.loads(scripts.stdout)
-    assert printed["loss"].keys() == {"source", "source_standard_error", "tokens", "by_groups"}
-    keys = {"groups", "loss", "increase", "increase_standard_error", "sink"}
-    assert printed["loss"]["by_groups"][0].keys() == keys
-    assert printed["loss"]["by_groups"][0]["sink"] is None, "no state is massive"
+    assert printed["loss"].keys() == {"source", "source_standard_error", "tokens", "by_kv_heads"}
+    keys = {"kv_heads", "loss", "increase", "increase_standard_error", "sink"}
+    assert printed["loss"]["by_kv_heads"][0].keys() == keys
+    assert printed["loss"]["by_kv_heads"][0]["sink"] is None, "no state is massive"
     assert_mistake(
         run("inspect", planted[0], "--candidates", "1,x"),
         "'--candidates': 'x' is not a whole number above 0",

@@ -155,8 +155,8 @@ def test_the_budget_is_taken_from_the_layers_that_merge_for_free(
     )
     assert (budget["merged_by"], budget["margin"]) == ("closed form", 1.0)
     uniform, chosen = budget["candidates"]
-    assert (uniform["rule"], uniform["groups"]) == ("uniform", [6] * 4)
-    assert (chosen["rule"], chosen["groups"]) == (budget["chosen"], CHOSEN)
+    assert (uniform["rule"], uniform["kv_heads"]) == ("uniform", [6] * 4)
+    assert (chosen["rule"], chosen["kv_heads"]) == (budget["chosen"], CHOSEN)
     assert chosen["kl"] < 1e-5
     assert uniform["kl"] > 1e-3
     for number, layer in enumerate(budget["layers"]):
@@ -241,7 +241,7 @@ def test_for_fit_layers_are_fitted_and_each_only_once(
     choice = choose()
     assert len(fits) == len(set(fits)) == 20
     assert {steps for *_, steps in fits} == {2}
-    assert (choice.groups, choice.merged_by, choice.margin) == (CHOSEN, "short fits", 0.95)
+    assert (choice.kv_heads, choice.merged_by, choice.margin) == (CHOSEN, "short fits", 0.95)
     for number, (layer, closed) in enumerate(
         zip(choice.layers, converted[1]["budget"]["layers"], strict=True)
     ):

@@ -47,7 +47,7 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
         command=["gqa-convert", "benchmark"],
         progress=lambda stage, done, total: told.append((stage, done, total)),
     )
-    assert [(cell.batch, cell.context, cell.groups) for cell in result.results] == [
+    assert [(cell.batch, cell.context, cell.kv_heads) for cell in result.results] == [
         (batch, context, heads) for batch in (1, 3) for context in (5, 9) for heads in (3, 4, 12)
     ]
     assert told[-5:] == [("timing", done, 4) for done in range(5)]
@@ -56,10 +56,10 @@ def test_the_result_of_a_sweep(llama: Path) -> None:
         ["gqa-convert", "benchmark"],
         "llama",
     )
-    assert (result.dtype, result.heads, result.kv_heads) == ("float32", HEADS, HEADS)
+    assert (result.dtype, result.heads, result.source_kv_heads) == ("float32", HEADS, HEADS)
     assert (result.attention, result.machine.device) == ("gqa", "cpu")
     for cell in result.results:
-        per_token = 2 * 2 * cell.groups * WIDTH * 4  # layers, K and V, float32
+        per_token = 2 * 2 * cell.kv_heads * WIDTH * 4  # layers, K and V, float32
         assert cell.kv_bytes == per_token * cell.context * cell.batch
         assert cell.decode_ms_low <= cell.decode_ms_per_token <= cell.decode_ms_high
     assert BenchmarkFile(**json.loads(json.dumps(result.as_json(), allow_nan=False))) == result

@@ -14,13 +14,11 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.resources import (
     WEIGHTS_SHARE,
     free_memory,
     half_type,
     held_bytes,
-    is_reduced,
 )
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
@@ -238,17 +236,12 @@ def list_elements(model: Any, modules: Collection[str]) -> dict[str, str]:
     return found
 
 
-def precision_of(plan: Plan, device: torch.device) -> Precision:
-    """bfloat16 where it is faster on this device, the merged layers of the source have 16 bits, and
-    their products are large enough to gain by it; otherwise the precision of the loaded model,
-    float32.
+def precision_of(in_bfloat16: bool, device: torch.device) -> Precision:
+    """A context for products with activations: in bfloat16 (`resources.is_reduced`), or in the
+    precision of the loaded model, float32.
 
     Args:
-        plan: of the conversion.
+        in_bfloat16: which of them.
         device: where the model runs.
     """
-    return (
-        partial(torch.autocast, device.type, torch.bfloat16)
-        if is_reduced(plan, device)
-        else nullcontext
-    )
+    return partial(torch.autocast, device.type, torch.bfloat16) if in_bfloat16 else nullcontext

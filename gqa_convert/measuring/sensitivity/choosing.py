@@ -101,14 +101,14 @@ def choose_num_kv_heads(
     best = candidates[-1]  # the list, unless it is the same
     if best.kl is not None and (chosen.kl is None or best.kl < margin * chosen.kl):
         chosen = best
-    is_uniform = len(set(chosen.groups)) == 1
-    groups = chosen.groups[0] if is_uniform else list(chosen.groups)
+    is_uniform = len(set(chosen.kv_heads)) == 1
+    kv_heads = chosen.kv_heads[0] if is_uniform else list(chosen.kv_heads)
     return BudgetChoice(
         stated=budget.stated,
         limit_kv_bytes_per_token=limit,
         source_kv_bytes_per_token=plan.kv_cache_bytes().before,
         kv_bytes_per_token=chosen.kv_bytes_per_token,
-        groups=groups,
+        kv_heads=kv_heads,
         chosen=chosen.rule,
         margin=margin,
         merged_by=merged_by,
@@ -191,13 +191,15 @@ def measure_costs(
     """
     layers = sorted(inputs.plan.layers, key=attrgetter("number"))
     copies = [
-        {layer.module: groups} for layer in layers for groups in merging_counts(layer.kv_heads)[:-1]
+        {layer.module: kv_heads}
+        for layer in layers
+        for kv_heads in merging_counts(layer.kv_heads)[:-1]
     ]
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "each layer alone"))
     costs = []
     for layer in layers:
         head_bytes = (layer.key_head_dim + layer.value_head_dim) * ITEM_BYTES[layer.dtype]
-        kl = {groups: scores.pop(0).kl.value for groups in merging_counts(layer.kv_heads)[:-1]}
+        kl = {kv_heads: scores.pop(0).kl.value for kv_heads in merging_counts(layer.kv_heads)[:-1]}
         costs.append(LayerCosts(layer.module, layer.kv_heads, head_bytes, kl))
     return costs
 
@@ -224,12 +226,14 @@ def measure_candidates(
     copies = []
     for numbers in rules:
         pairs = zip(layers, numbers, strict=True)
-        copies.append({layer.module: groups for layer, groups in pairs if groups != layer.kv_heads})
+        copies.append(
+            {layer.module: kv_heads for layer, kv_heads in pairs if kv_heads != layer.kv_heads}
+        )
     _, *scores = score_copies(inputs, copies, held_out, partial(progress, "candidates"))
     candidates = []
     for (numbers, rule), score in zip(rules.items(), scores, strict=True):
         taken = sum(
-            groups * layer.head_bytes for layer, groups in zip(layers, numbers, strict=True)
+            kv_heads * layer.head_bytes for layer, kv_heads in zip(layers, numbers, strict=True)
         )
         candidates.append(HeadAllocation(rule, numbers, taken, score.kl.value))
     return candidates

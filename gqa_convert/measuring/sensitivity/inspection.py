@@ -22,8 +22,8 @@ SINK_KEPT = 0.9
 
 @dataclass(frozen=True)
 class MergedLoss:
-    """The loss with all layers merged into `groups` K/V heads by the closed form, and its increase
-    over the source, paired block by block, in nats per token; None where not finite. One block of
+    """The loss with all layers merged into `kv_heads` by the closed form, and its increase over the
+    source, paired block by block, in nats per token; None where not finite. One block of
     text has no standard error.
 
     Attributes:
@@ -31,7 +31,7 @@ class MergedLoss:
             of the source's (`merged_copies.Score`); None where the source has none.
     """
 
-    groups: int
+    kv_heads: int
     loss: float | None
     increase: float | None
     increase_standard_error: float | None = None
@@ -47,7 +47,7 @@ class HeldOutLosses:
     source: float | None
     source_standard_error: float | None
     tokens: int
-    by_groups: tuple[MergedLoss, ...]
+    by_kv_heads: tuple[MergedLoss, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +56,16 @@ class Inspection(Result):
 
     Attributes:
         layers: the number of attention layers.
-        groups: the candidates that were tried.
+        candidates: the numbers of K/V heads that were tried.
         calibration: the text.
     """
 
     format_version: int = 1
     source: str
     model_type: str
-    kv_heads: int
+    source_kv_heads: int
     layers: int
-    groups: tuple[int, ...]
+    candidates: tuple[int, ...]
     calibration: JsonObject
     loss: HeldOutLosses
 
@@ -110,14 +110,14 @@ def inspect_checkpoint(
     from gqa_convert.conversion.calibration.streams import tokens_of
     from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
 
-    copies = [dict.fromkeys(plan.layer_kv_heads, groups) for groups in counts]
+    copies = [dict.fromkeys(plan.layer_kv_heads, kv_heads) for kv_heads in counts]
     inputs = load_inputs(plan, found.batches, text)
     unmerged, *scores = score_copies(inputs, copies, inputs.held_out, partial(progress, "layers"))
     losses = []
-    for groups, score in zip(counts, scores, strict=True):
+    for kv_heads, score in zip(counts, scores, strict=True):
         increase = score.loss.minus(unmerged.loss)
         losses.append(
-            MergedLoss(groups, score.loss.value, increase.value, increase.error, score.sink)
+            MergedLoss(kv_heads, score.loss.value, increase.value, increase.error, score.sink)
         )
     described = {
         "text": found.description,
@@ -128,9 +128,9 @@ def inspect_checkpoint(
     return Inspection(
         source=expanded(source),
         model_type=plan.family.model_type,
-        kv_heads=plan.source_kv_heads,
+        source_kv_heads=plan.source_kv_heads,
         layers=len(plan.layers),
-        groups=tuple(counts),
+        candidates=tuple(counts),
         calibration=described,
         loss=HeldOutLosses(
             unmerged.loss.value, unmerged.loss.error, unmerged.predicted, tuple(losses)
@@ -143,7 +143,7 @@ def sink_warnings(losses: Sequence[MergedLoss]) -> list[str]:
     sink.
     """
     return [
-        f"with N = {each.groups} the closed form leaves {each.sink:.0%} of the attention sink's "
+        f"with N = {each.kv_heads} the closed form leaves {each.sink:.0%} of the attention sink's "
         "length, on which all later layers depend: leave fit its gradient steps"
         for each in losses
         if each.sink is not None and each.sink < SINK_KEPT

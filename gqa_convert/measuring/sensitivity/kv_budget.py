@@ -72,14 +72,14 @@ class HeadAllocation:
 
     Attributes:
         rule: how it was found.
-        groups: the numbers, in the order of the layers.
+        kv_heads: the numbers, in the order of the layers.
         kv_bytes_per_token: what they take over all layers.
         kl: the KL divergence from the source in nats per token on held-out text, with all layers
             merged; None where it is not finite.
     """
 
     rule: str
-    groups: Numbers
+    kv_heads: Numbers
     kv_bytes_per_token: int
     kl: float | None
 
@@ -93,7 +93,7 @@ class BudgetChoice(Result):
         limit_kv_bytes_per_token: the most bytes that it allows.
         source_kv_bytes_per_token: those of the source.
         kv_bytes_per_token: those of the chosen numbers.
-        groups: the chosen numbers; one alone if all layers have the same.
+        kv_heads: the chosen numbers; one alone if all layers have the same.
         chosen: the rule that found them.
         margin: a list is chosen where its divergence is below this share of the uniform number's.
         merged_by: how layers were merged for the measurement.
@@ -108,7 +108,7 @@ class BudgetChoice(Result):
     limit_kv_bytes_per_token: int
     source_kv_bytes_per_token: int
     kv_bytes_per_token: int
-    groups: int | list[int]
+    kv_heads: int | list[int]
     chosen: str
     margin: float
     merged_by: str
@@ -127,16 +127,16 @@ class BudgetChoice(Result):
             kl = "not finite" if each.kl is None else f"{each.kl:.4f}"
             compared.append(f"{each.rule} {kl}")
         return (
-            f"--kv-heads {numbers_text(self.groups)}, {self.kv_bytes_per_token:,} bytes "
+            f"--kv-heads {numbers_text(self.kv_heads)}, {self.kv_bytes_per_token:,} bytes "
             f"({share:.1%}); KL divergence from the source in nats per token on "
             f"{self.held_out_tokens:,} held-out tokens, all layers merged by {self.merged_by}: "
             + ", ".join(compared)
         )
 
 
-def numbers_text(groups: int | list[int]) -> str:
+def numbers_text(kv_heads: int | list[int]) -> str:
     """Numbers of K/V heads as `--kv-heads` takes them."""
-    return str(groups).strip("[]").replace(" ", "")
+    return str(kv_heads).strip("[]").replace(" ", "")
 
 
 def least_sum(layers: Sequence[LayerCosts], limit: int) -> Numbers:

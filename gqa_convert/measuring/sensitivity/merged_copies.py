@@ -30,7 +30,7 @@ from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of,
 from gqa_convert.conversion.layers.statistics import heads_on, moments_of
 from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
 from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.resources import holds_halves
+from gqa_convert.conversion.resources import holds_halves, is_reduced
 from gqa_convert.data.sampler import IGNORED
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import read_kind
@@ -133,7 +133,8 @@ def load_inputs(
         return SensitivityInputs(
             plan, model, merged_on, held_out, merge_by_closed_form, nullcontext
         )
-    precision = precision_of(plan, running_device(model))
+    running = running_device(model)
+    precision = precision_of(is_reduced(plan, running), running)
     before, validation = hold_out(before, VALIDATED)
     merged_on = [*before, *beginnings(before, batches), *validation]
     # the last batch is validation text, unless there is too little
@@ -157,9 +158,9 @@ def merge_by_closed_form(
     moments = moments_of(attention.calls)
     heads = heads_on(layer, attention.calls[0].hidden.device)
     wide = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
-    for groups in candidates:
-        merged = merge_layer(heads, groups, layer.limits, moments)
-        yield layer.layout.merge_heads(merged, wide, groups)
+    for kv_heads in candidates:
+        merged = merge_layer(heads, kv_heads, layer.limits, moments)
+        yield layer.layout.merge_heads(merged, wide, kv_heads)
 
 
 def merge_by_short_fits(
@@ -172,10 +173,10 @@ def merge_by_short_fits(
     """Merge as `fit` does, in fewer steps; see `Merging`. Each layer is fitted once for each number
     of K/V heads, and kept in the store.
     """
-    for groups in candidates:
-        key = f"{layer_key(layer.layout.layer.number)}-{groups}"
+    for kv_heads in candidates:
+        key = f"{layer_key(layer.layout.layer.number)}-{kv_heads}"
         if store.record(key) is None:
-            tensors, record = OneLayer(attention, layer, groups, options).fit()
+            tensors, record = OneLayer(attention, layer, kv_heads, options).fit()
             store.write(key, tensors, asdict(record))
         yield store.read(key)
 
@@ -219,9 +220,9 @@ def score_copies(
                     opened = read_layer(layouts[name])
                     attention = text.attention(layer, name)
                     found = inputs.merge(opened, attention, candidates)
-                    for groups, tensors in zip(candidates, found, strict=True):
-                        module = MergedAttention(opened.layout, tensors, groups, attention.module)
-                        merged[name, groups] = module.installed
+                    for kv_heads, tensors in zip(candidates, found, strict=True):
+                        module = MergedAttention(opened.layout, tensors, kv_heads, attention.module)
+                        merged[name, kv_heads] = module.installed
 
             # the source and its copies pass it
             text.advance(layer)
