@@ -39,6 +39,7 @@ METHODS: dict[str, list[str]] = {
     "layers": ["--kl-steps", "0", "--calibration"],
     "fit": ["--calibration"],
     "fit-200-last-steps": ["--kl-steps", "200", "--calibration"],
+    "unmixed-100-last-steps": ["--no-mix", "--kl-steps", "100", "--calibration"],
     "budget": ["--kv-budget", "47%", "--calibration"],
 }
 """The rows of the comparison, by the options of `convert`; those that end in `--calibration` get

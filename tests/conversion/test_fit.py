@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion import resources
+from gqa_convert.conversion import fitting, resources
 from gqa_convert.conversion.layers import model_loading, one_layer, statistics
 from gqa_convert.conversion.layers.attention_calls import AttentionCall, beginnings
 from gqa_convert.conversion.layers.layer_fitting import fit_layers
@@ -385,7 +385,7 @@ def test_a_fit_on_halves_has_the_bytes_of_one_on_float32(
     monkeypatch.setattr(model_loading, "open_model", noted)
     batches = batches_for(open_model(wide))
     fitted(wide, tmp_path / "halves", 2, batches=batches, kl_steps=3)
-    monkeypatch.setattr(resources, "half_type", lambda _: None)
+    monkeypatch.setattr(fitting, "half_type", lambda _: None)
     fitted(wide, tmp_path / "float32", 2, batches=batches, kl_steps=3)
     assert loaded == [True, False]
     assert digests(tmp_path / "halves") == digests(tmp_path / "float32")
