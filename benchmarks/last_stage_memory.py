@@ -24,7 +24,7 @@ from gqa_convert.conversion.layers.layer_store import LayerStore, SharedStore, l
 from gqa_convert.conversion.layers.model_loading import open_model, precision_of
 from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of, open_layers
 from gqa_convert.conversion.plan import make_plan
-from gqa_convert.conversion.resources import holds_halves, last_stage_bytes
+from gqa_convert.conversion.resources import holds_halves, is_reduced, last_stage_bytes
 from gqa_convert.merging.attention_heads import Tensors, regroup_heads
 
 TOKENS = 1024
@@ -71,9 +71,9 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before = peak()
             shared = SharedStore(store)
-            student = Student(
-                plan, shared, model, precision_of(plan, torch.device("cpu")), recompute=recompute
-            )
+            cpu = torch.device("cpu")
+            precision = precision_of(is_reduced(plan, cpu), cpu)
+            student = Student(plan, shared, model, precision, recompute=recompute)
             train_together(student, shared, batches, [0, 0], {}, lambda _: None)
             estimated = last_stage_bytes(plan, TOKENS, "cpu", recompute=recompute)
             return {"estimated": estimated, "measured": peak() - before}
