@@ -109,6 +109,18 @@ def test_rows_are_pairs_and_parts_have_none_in_common(bart: Path, tmp_path: Path
     assert other.digest != made.digest
 
 
+def test_validation_is_not_of_the_longest_pairs(bart: Path, tmp_path: Path) -> None:
+    """Pairs of about one length are together in a batch, and the last batches validate."""
+    write(tmp_path / "pairs.jsonl", 600)
+    places = set()
+    for seed in range(4):
+        made = calibration_batches(bart, tmp_path / "pairs.jsonl", 8000, seed=seed)
+        lengths = [batch["labels"].shape[1] for batch in made.batches]
+        assert len(lengths) > 2
+        places.add(lengths.index(max(lengths)))
+    assert len(places) > 1
+
+
 def test_fields_may_be_stated_and_little_text_is_told(bart: Path, tmp_path: Path) -> None:
     pairs = write(tmp_path / "pairs.jsonl", 40, ("en", "de"))
     stated = {"source": str(tmp_path / "pairs.jsonl"), "source_field": "en", "target_field": "de"}

@@ -50,6 +50,19 @@ def test_the_decoder_is_fitted_on_what_is_said_in_a_folder(tmp_path: Path, sourc
     assert all(torch.equal(one[name], weights(source)[name]) for name in encoder)
 
 
+def test_validation_is_not_of_the_longest_sentences(tmp_path: Path, source: Path) -> None:
+    """Texts of about one length are together in a batch, and the last batches validate."""
+    files = list_audio_files(sound_folder(tmp_path / "sounds", 80))
+    speech = SpeechModel(load_model(source, torch.float32)[0], source)
+    places = set()
+    for seed in range(4):
+        drawn = draw_speech(Request(source, 600, seed=seed), "sounds", files, speech)
+        lengths = [batch["decoder_input_ids"].shape[1] for batch in drawn.batches]
+        assert len(lengths) > 2
+        places.add(lengths.index(max(lengths)))
+    assert len(places) > 1
+
+
 def test_what_is_no_folder_of_sound_is_refused_before_anything_is_written(
     tmp_path: Path, source: Path
 ) -> None:

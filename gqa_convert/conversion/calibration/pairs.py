@@ -139,7 +139,7 @@ def draw_pairs(request: Request, sources: Sequence[OpenPairs]) -> Calibration:
     start = None
     if not starts_with_last(config):
         start = decoder_start(request.folder, config, tokenizer)
-    fitted, held_out, fresh = (_batches(part, start) for part in parts)
+    fitted, held_out, fresh = (_batches(part, start, request.seed) for part in parts)
     check_vocabulary(config, largest_token(fitted), request.folder)
 
     # Say what they are.
@@ -169,12 +169,15 @@ def _read(request: Request, text: TextSource, encoder: PairEncoder, length: int)
     return list(map(Pair, cut[::2], cut[1::2]))
 
 
-def _batches(pairs: Sequence[Pair], start: int | None) -> Batches:
+def _batches(pairs: Sequence[Pair], start: int | None, seed: int) -> Batches:
     """Batches of pairs of about one length.
+
+    They come in random order, since the last ones are for validation.
 
     Args:
         pairs: in any order.
         start: the first token of the decoder's input; None for the last one of the target.
+        seed: of the order.
     """
     if not pairs:
         return []
@@ -185,7 +188,7 @@ def _batches(pairs: Sequence[Pair], start: int | None) -> Batches:
     for first in range(0, len(by_target), size):
         alike = sorted(by_target[first : first + size], key=lambda pair: len(pair.source))
         made += [_batch(alike[row : row + rows], start) for row in range(0, len(alike), rows)]
-    return made
+    return shuffled(made, mix(seed, 8))
 
 
 def _batch(pairs: Sequence[Pair], start: int | None) -> Batch:

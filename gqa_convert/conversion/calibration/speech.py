@@ -70,7 +70,7 @@ def draw_speech(
 
     # Divide them, and make batches.
     parts = divided(found, [len(ids) for _, ids in found], request)
-    fitted, held_out, fresh = map(_batches, parts)
+    fitted, held_out, fresh = (_batches(part, request.seed) for part in parts)
 
     # Say what they are.
     used = sum(batch["decoder_input_ids"].numel() for batch in fitted)
@@ -101,12 +101,15 @@ def _spoken(speech: SpeechModel, windows: Sequence[Window]) -> list[SpokenText]:
     return found
 
 
-def _batches(found: Sequence[SpokenText]) -> Batches:
-    """Batches of texts of about one length, cut to the shortest."""
+def _batches(found: Sequence[SpokenText], seed: int) -> Batches:
+    """Batches of texts of about one length, cut to the shortest.
+
+    They come in random order, since the last ones are for validation.
+    """
     by_length = sorted(found, key=lambda spoken: len(spoken[1]))
     made: Batches = []
     for first in range(0, len(by_length), _AT_ONCE):
         sounds, texts = zip(*by_length[first : first + _AT_ONCE], strict=True)
         ids = torch.stack([text[: len(texts[0])] for text in texts])
         made.append({"encoder_outputs": torch.stack(sounds), "decoder_input_ids": ids})
-    return made
+    return shuffled(made, mix(seed, 8))
