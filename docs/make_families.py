@@ -65,7 +65,7 @@ Tested with an image (canary hears, t5gemma reads text) and the decoder in brack
 
 ## Modelling file
 
-transformers runs the files that the result carries; where gqa-convert is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. CTranslate2 runs [some](serving-and-publishing.md#which-engines-load-which-types) of these types, no other engine any. An encoder-decoder is converted in its decoder, and with `--encoder` in its encoder too.
+transformers runs the files that the result carries; where gqa-convert is installed, `gqa_convert.register_modeling()` makes plain `from_pretrained` work. CTranslate2 runs [some](serving-and-publishing.md#which-engines-load-which-types) of these types, no other engine any. An encoder-decoder is converted in its decoder.
 
 - Decoders: {decoders}.
 - Encoder-decoders: {encoder_decoders}.

@@ -83,11 +83,6 @@ def convert(
     seed: int = option(
         "--seed S", "Seed for the sample of calibration text and the order of batches.", 0
     ),
-    encoder: bool = option(
-        "--encoder",
-        "Also merge heads of the encoder's self-attention, which has no K/V cache.",
-        False,
-    ),
     native: bool | None = option(
         "--native/--no-native",
         "For types without a K/V-head count: translate to a stock class that has one, "
@@ -120,7 +115,7 @@ def convert(
     (the GQA paper's) copies from disk to disk and usually needs uptraining afterwards.
 
     With --kv-budget, each layer's cost is measured on the text, and the layers that lose least are
-    merged most. Of a T5, the decoder is converted, and the encoder only with --encoder.
+    merged most. Of an encoder-decoder, the decoder is converted: the encoder has no cache.
 
       gqa-convert convert ./Llama-2-7b ./gqa8 --kv-heads 8 --calibration text.txt
       gqa-convert convert org/model ./half --kv-budget 50% --calibration text.txt
@@ -153,7 +148,6 @@ def convert(
             mix=mix,
             device=device,
         ),
-        encoder=encoder,
         native=native,
         revision=revision,
         overwrite=overwrite,

@@ -57,7 +57,6 @@ class ConversionOptions:
             it, `factor` on text that every machine has, or `mean` where the source cannot read
             text.
         calibration: the text of `fit` and `factor`, and what is done on it.
-        encoder: convert an encoder's self-attention too.
         native: rewrite a type without a K/V-head count for a stock class that has one (True), add a
             modelling file (False), or the former where possible (None).
         revision: branch, tag or commit on the Hub.
@@ -70,7 +69,6 @@ class ConversionOptions:
 
     method: str | None = None
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    encoder: bool = False
     native: bool | None = None
     revision: str | None = None
     overwrite: bool = False

@@ -65,7 +65,6 @@ def plan_conversion(
         checkpoint,
         kv_heads,
         method=method,
-        encoder=options.encoder,
         native=options.native,
     )
     check_calibration(plan.method, calibration, read_kind(plan.checkpoint.config))

@@ -179,7 +179,6 @@ def _record(
         },
         **{key: stated[key] for key in _OF_THE_PLAN if key in stated},
         "calibration": merged.calibration and merged.calibration.as_json(),
-        "encoder": "encoder" in [layer.attention_kind for layer in plan.layers],
         "head_order": merged.head_order,
         "merge_error": merged.errors,
         "uptraining_tokens": 0,

@@ -30,7 +30,7 @@ TESTED = ">=5.18,<5.25"
 TESTED_KEY = "transformers_tested"
 """Where a result's config.json has the versions that its modelling files were tested with."""
 
-AttentionKind = Literal["decoder", "cross", "encoder"]
+AttentionKind = Literal["decoder", "cross"]
 """Self-attention of a decoder; a decoder's attention to an encoder's output; an encoder's
 self-attention, which keeps no cache.
 """
@@ -143,8 +143,8 @@ class Family:
     reads_images_alone: bool = False
     """Whether the type's cross-attention reads images, so that text does not run it."""
     encoder: str | None = None
-    """Name of the module whose attention belongs to an encoder; that is converted only with
-    `--encoder`.
+    """Name of the module whose attention belongs to an encoder, which runs once, has no cache and
+    stays as it is.
     """
 
     # Projections
@@ -169,12 +169,10 @@ class Family:
 
     # Sizes in the config
     heads_key: str = "num_attention_heads"
-    encoder_heads_key: str = ""
     kv_heads: KVHeads = "stated"
     kv_heads_keys: Names = ("num_key_value_heads",)
     """Config keys of the K/V-head count, dotted where nested; the first is read, all are written.
     """
-    encoder_kv_heads_key: str = "encoder_num_key_value_heads"
     one_kv_head_key: str = ""
     """Config key, if there is one, that says whether there is one K/V head, for a type that has
     either one or as many as query heads.

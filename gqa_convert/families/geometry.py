@@ -9,7 +9,6 @@ from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.errors import (
     ConfigError,
-    OptionError,
     UnsupportedFamilyError,
     UnsupportedFormatError,
 )
@@ -49,24 +48,21 @@ class AttentionFinder:
     Args:
         checkpoint: whose headers are read.
         family: its record.
-        encoder: whether an encoder's self-attention is to be converted too.
 
     Attributes:
         where: the config, for messages.
         config: of the decoder.
-        heads: query heads outside an encoder.
-        kv_heads: K/V heads of a layer outside an encoder; where layers differ, of the one with the
-            most.
+        heads: query heads of a layer.
+        kv_heads: K/V heads of a layer; where layers differ, of the one with the most.
         layers: the modules that transformers runs.
         unused_layers: those that it leaves out, such as layers for multi-token prediction.
 
     Raises:
         UnsupportedFamilyError: the config has values with which the family can't be converted.
         ConfigError: config and tensors contradict each other, or a tensor is missing.
-        OptionError: `encoder` is set and there is no encoder attention.
     """
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, *, encoder: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
         self.family = family
         self.entries = checkpoint.entries
         self._result_dtypes = checkpoint.result_dtypes
@@ -83,18 +79,11 @@ class AttentionFinder:
         # the heads that the config states
         self.heads = self._count(family.heads_key)
         kinds = self._attention_kinds()
-        decoder = [module for module, kind in kinds.items() if kind != "encoder"]
-        if not decoder:
+        if not kinds:
             raise ConfigError(
                 f"{checkpoint.source_id} holds no tensor that ends in "
                 f"{family.attention[0]}.{family.fused or family.key}.weight"
-                f"{' outside its encoder' if kinds else ''}, though its model type "
-                f"{family.model_type} has them: {_APART}"
-            )
-        if encoder and len(decoder) == len(kinds):
-            raise OptionError(
-                f"--encoder: {checkpoint.source_id}, a {family.model_type}, has no encoder "
-                "attention to convert: leave it out"
+                f", though its model type {family.model_type} has them: {_APART}"
             )
         by_layer = kv_heads_by_layer(self.config, self.where)
         self._by_layer = dict(enumerate(by_layer or ()))
@@ -103,15 +92,14 @@ class AttentionFinder:
             self.family = with_key_norm(family, self.entries, self.kv_heads)
 
         # the modules, of which transformers runs those where it looks for layers
-        modules = [*kinds] if encoder else decoder
-        run = [module for module in modules if is_run(family, self.config, module)] or modules
+        run = [module for module in kinds if is_run(family, self.config, module)] or [*kinds]
         self.layers = tuple(self._layer(module, kinds[module]) for module in run)
         # a config that states the heads of each layer says nothing of others
-        unused = [] if by_layer else [module for module in modules if module not in run]
+        unused = [] if by_layer else [module for module in kinds if module not in run]
         self.unused_layers = tuple(self._layer(module, kinds[module]) for module in unused)
 
     def _attention_kinds(self) -> dict[str, AttentionKind]:
-        """Every module with a key or a value projection."""
+        """Every module with a key or a value projection, but for those of an encoder."""
         family = self.family
         attention = "|".join(map(re.escape, family.attention))
         projections = family.fused or f"{family.key}|{family.value}"
@@ -119,9 +107,7 @@ class AttentionFinder:
         found: dict[str, AttentionKind] = {}
         for match in filter(None, map(pattern.fullmatch, self.entries)):
             module = match[1]
-            if family.encoder in module.split("."):
-                found[module] = "encoder"
-            elif family.owns(module):
+            if family.owns(module) and family.encoder not in module.split("."):
                 found[module] = "cross" if module.endswith(family.cross_attention) else "decoder"
         return found
 
@@ -142,7 +128,7 @@ class AttentionFinder:
         return value
 
     def _kv_heads(self) -> int:
-        """The source's K/V heads outside an encoder, where its layers have one number."""
+        """The source's K/V heads, where its layers have one number."""
         kind = self.family.kv_heads
         if kind == "stated":
             return self._count(self.family.kv_heads_keys[0], self.heads)
@@ -172,9 +158,6 @@ class AttentionFinder:
         """
         family = self.family
         heads, kv_heads = self.heads, self._by_layer.get(_number(module), self.kv_heads)
-        if attention_kind == "encoder":
-            heads = self._count(family.encoder_heads_key)
-            kv_heads = self._count(family.encoder_kv_heads_key, heads)
 
         # widths
         output = f"{module}.{family.output}.weight"

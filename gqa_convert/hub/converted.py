@@ -149,7 +149,7 @@ def open_converted(folder: Path) -> Converted:
         raise PublishError(
             f"{folder} has no {PROVENANCE}: name a folder that convert or uptrain wrote"
         )
-    for key in ("source", "route", "method", "kv_heads", "encoder", "previous", "written"):
+    for key in ("source", "route", "method", "kv_heads", "previous", "written"):
         if key not in stated:
             raise PublishError(
                 f"{folder / PROVENANCE} is not the record of a conversion (it has no {key}): "
@@ -186,7 +186,7 @@ def _plan_without_change(checkpoint: Checkpoint, record: JsonObject) -> Plan:
     kv_heads = record["kv_heads"]
     native = False if record["route"] == "own file" else None
     try:
-        plan = make_plan(checkpoint, kv_heads, native=native, encoder=record["encoder"])
+        plan = make_plan(checkpoint, kv_heads, native=native)
         if plan.merge_method is COPY:
             return plan
     except GroupsError:

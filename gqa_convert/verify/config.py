@@ -54,8 +54,6 @@ def _expected_config(result: Result) -> JsonObject:
     changes = {"multi_query_attention": True, "multi_query_group_num": groups}
     if modeling or not family.modeling:
         changes |= dict.fromkeys(family.kv_heads_keys, groups)
-        if result.kinds["encoder"]:
-            changes[family.encoder_kv_heads_key] = groups
         if family.one_kv_head_key:
             changes[family.one_kv_head_key] = groups == 1
 
@@ -121,7 +119,6 @@ def check_provenance(result: Result) -> str:
         "source_kv_heads": max(module.before for module in result.decoder),
         "kv_heads": result.groups,
         "method": result.method,
-        "encoder": bool(result.kinds["encoder"]),
         "route": "own file" if result.modeling else route,
         "source": inputs.named.config.get("model_type"),
     }

@@ -225,11 +225,8 @@ def read_modules(inputs: Inputs, source: Tensors, out: Tensors) -> list[Module]:
         name = tensor.removesuffix(projection)
         if name == tensor or not _is_called(name, family.attention) or not family.owns(name):
             continue
-        kind: AttentionKind = "cross" if _is_called(name, family.cross_attention) else "decoder"
-        if family.encoder in name.split("."):
-            kind = "encoder"
-        # an encoder that was not converted keeps its tensors
-        if kind != "encoder" or inputs.claims.get("encoder") is True:
+        if family.encoder not in name.split("."):  # which keeps its tensors
+            kind: AttentionKind = "cross" if _is_called(name, family.cross_attention) else "decoder"
             modules.append(_read_module(name, kind, inputs, source, out))
     if not any(module.kind == "decoder" for module in modules):
         raise ConfigError(
@@ -251,10 +248,7 @@ def _read_module(
     projection.
     """
     family, config = inputs.family, inputs.decoder_config
-    key = family.heads_key
-    if kind == "encoder":
-        key = family.encoder_heads_key or key
-    heads = config_value(config, key) or config["num_attention_heads"]
+    heads = config_value(config, family.heads_key) or config["num_attention_heads"]
     axis = int(family.transposed)
     width = source[f"{name}.{family.output}.weight"].shape[1 - axis] // heads
     projection = f"{name}.{family.fused or family.value}.weight"

@@ -108,8 +108,6 @@ def configured(name: str) -> tuple[Any, str]:
         "num_key_value_heads": 3
     }
     made = CONFIG_MAPPING[modeling.model_type]
-    if hasattr(made, "encoder_num_key_value_heads"):
-        values["encoder_num_key_value_heads"] = 2
     return made(**values), auto_class(model_type)
 
 

@@ -40,16 +40,14 @@ def test_a_file_of_numbers(tmp_path: Path) -> None:
 def test_the_cross_attention_cache_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the encoder's context, and layers of an encoder and of a decoder share a row that counts
-    them.
-    """
+    """At the length that the encoder was made for."""
     monkeypatch.setenv("COLUMNS", "120")
     for model_type, changes, context, label in (
         ("bart", {"max_position_embeddings": 64}, 64, "64"),
         ("t5", {}, 512, "512"),
     ):
         source = make_source(model_type, tmp_path / model_type, **changes)
-        plan = make_plan(open_checkpoint(source), 3, method="mean", encoder=model_type == "t5")
+        plan = make_plan(open_checkpoint(source), 3, method="mean")
         caches = caches_at_context(plan)
         show_plan(plan, estimate_needs(plan, CalibrationOptions()), caches)
         before = plan.kv_cache_bytes("cross").before * context
@@ -68,7 +66,7 @@ def test_the_cross_attention_cache_of_a_plan(
         assert row.endswith(" 0.250")
     rows = [(words[0], words[-1]) for words in shown if "k.weight" in " ".join(words)]
     assert rows == [
-        ("layer.0.SelfAttention.k.weight", "5"),
+        ("layer.0.SelfAttention.k.weight", "2"),
         ("layer.1.EncDecAttention.k.weight", "2"),
     ]
 

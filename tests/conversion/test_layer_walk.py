@@ -16,7 +16,7 @@ from gqa_convert.conversion.layers.layer_walk import LayerWalk
 from gqa_convert.conversion.layers.merged_attention import replaced
 from gqa_convert.families.table import FAMILIES
 from tests.helpers import elsewhere, native, own_files
-from tests.helpers.folding_cases import Case, build
+from tests.helpers.folding_cases import build
 from tests.helpers.native import distance
 from tests.helpers.selection import slow_but
 
@@ -63,15 +63,12 @@ def ordinary(
     return logits, seen
 
 
-def check(case: str, *, encoder: bool = False) -> None:
+def check(case: str) -> None:
     built = build(case)
     model = built.model.requires_grad_(False)
     batches = batches_for(model)
     output = FAMILIES[built.model_type].output
     names = list(built.parts(model, built.kv_heads))
-    if encoder:
-        heads = model.config.num_attention_heads
-        names += Case(built.model_type, model, heads, heads, encoder=True).parts(model, heads)
     changes = {name: changed(model.get_submodule(name), seed) for seed, name in enumerate(names)}
     changed_model = copy.deepcopy(model)
     for name, parameters in changes.items():
@@ -126,13 +123,6 @@ CASES = [case for case in (*native.CASES, *own_files.CASES) if case not in (*TIE
 @pytest.mark.parametrize("case", slow_but(EVERY_RUN, CASES))
 def test_a_student_equals_ordinary_calls(case: str) -> None:
     check(case)
-
-
-@pytest.mark.parametrize(
-    "case", slow_but(EVERY_RUN, ["t5", "bart", "marian", "whisper", "switch_transformers"])
-)
-def test_a_student_reads_its_own_encoder(case: str) -> None:
-    check(case, encoder=True)
 
 
 PLACES = {

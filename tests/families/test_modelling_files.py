@@ -60,11 +60,10 @@ def whole(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """A conversion: the case, its K/V heads, and whether the encoder is converted too."""
+    """A conversion: the case, and its K/V heads."""
 
     case: str
     groups: int = 3
-    encoder: bool = False
 
     @property
     def model_type(self) -> str:
@@ -77,14 +76,10 @@ class Row:
     def stock(self, source: Path, auto: str | None = None, **options: Any) -> nn.Module:
         """The source with merged heads."""
         model = load_stock(source, self.model_type, auto, **options)
-        model = pool(Case(self.model_type, model, self.heads), self.groups)
-        if self.encoder:
-            heads = model.config.num_attention_heads
-            pool(Case(self.model_type, model, heads, heads, encoder=True), self.groups)
-        return model
+        return pool(Case(self.model_type, model, self.heads), self.groups)
 
     def __str__(self) -> str:
-        return f"{self.case} to {self.groups}{' with its encoder' if self.encoder else ''}"
+        return f"{self.case} to {self.groups}"
 
 
 FEWER = {"gpt_neo": 4, "falcon": 4, "falcon, 40B with 4": 2}
@@ -96,11 +91,6 @@ ROWS = [
         for case in ("t5", "whisper", "gpt2", "gpt_neox", "bloom", "mpt", "falcon, 40B")
     ),
     *(Row(case, 12) for case in ("falcon, 7B", "falcon, 40B")),
-    *(Row(case, encoder=True) for case in ("t5", "whisper", "switch_transformers")),
-    *(
-        Row(case, groups, encoder=True)
-        for case, groups in (("umt5", 4), ("bart", 4), ("marian", 2))
-    ),
 ]
 
 
@@ -157,7 +147,7 @@ def test_a_result_trains_and_is_saved_as_its_source(
     saving again.
     """
     source = sources(row.case)
-    folder = converted(source, row.groups, **({"encoder": True} if row.encoder else {}))
+    folder = converted(source, row.groups)
     asked = {"folder": str(folder), "auto": auto_class(row.model_type), "ways": list(WAYS)}
     found = whole(
         elsewhere.measure(**asked, saved=True, thorough=True, compiled=row.case in ("t5", "gpt2"))
@@ -195,15 +185,11 @@ def check_loading(row: Row, source: Path, folder: Path, found: dict[str, Any]) -
     for file in modeling.files:
         assert (folder / file.name).read_bytes() == file.read_bytes()
         assert Path(found["file"]).with_name(file.name).read_bytes() == file.read_bytes()
-    keys = {"num_key_value_heads": row.groups} | (
-        {"encoder_num_key_value_heads": row.groups} if row.encoder else {}
-    )
     added = {
         "model_type": modeling.model_type,
         "architectures": [name],
         "auto_map": modeling.auto_map,
-    } | keys
-    added |= {
+        "num_key_value_heads": row.groups,
         "multi_query_attention": True,
         "multi_query_group_num": row.groups,
         "transformers_tested": TESTED,
@@ -223,15 +209,13 @@ def check_tokens(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> N
 
 
 def check_merging(row: Row, source: Path, found: torch.Tensor) -> None:
-    """Something was merged, namely neighbours, and the encoder only where it was asked for."""
+    """Something was merged, namely neighbours."""
     others = []
     if row.groups < row.heads:
         others.append(load_stock(source, row.model_type))
     if 1 < row.groups < row.heads:
         strided = load_stock(source, row.model_type)
         others.append(pool(Case(row.model_type, strided, row.heads), row.groups, strided=True))
-    if row.encoder:
-        others.append(Row(row.case, row.groups).stock(source))
     for other in others:
         assert distance(found, logits(other)) > 0.01
 

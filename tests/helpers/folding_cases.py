@@ -68,7 +68,6 @@ class Case:
     model: nn.Module
     kv_heads: int
     heads: int = HEADS
-    encoder: bool = False
     blocks: bool = False
     """A fused projection is [q | k | v], as conversion leaves it."""
     clipped: bool = field(init=False)
@@ -133,11 +132,7 @@ class Case:
                 found.setdefault(module, {}).setdefault(("gain", "weight"), []).extend(views)
                 continue
             *modules, projection, kind = name.split(".")
-            if (
-                not modules
-                or modules[-1] not in ATTENTION
-                or ("encoder" in modules) != self.encoder
-            ):
+            if not modules or modules[-1] not in ATTENTION or "encoder" in modules:
                 continue
             own = found.setdefault(".".join(modules), {})
             rows = parameter.data

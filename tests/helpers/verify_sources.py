@@ -25,7 +25,7 @@ class Source:
     native: bool | None = None
     """Whether conversions are rewritten (True) or have a modelling file (False)."""
     good: list[str] = field(default_factory=list)
-    """Conversions that must be proven, such as "3 mean" or "4 first encoder"."""
+    """Conversions that must be proven, such as "3 mean"."""
 
 
 def _source(stated: dict[str, Any]) -> Source:

@@ -169,7 +169,7 @@ def without_gain(out: Path, source: Path) -> None:
 LLAMA, FACTORED, SMALL = ("llama", 3), ("llama, float32", 3, "factor"), ("qwen2", 3, "factor")
 TRAINED = ("llama, float32", 3, "fit")
 CONV1D, FUSED, CROSSED = ("gpt2", 3, "factor"), ("gpt_neox", 4), ("gpt2, cross", 4)
-ENCODED, OPTS = ("bart", 4, "encoder"), ("opt", 4)
+OPTS = ("opt", 4)
 
 DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     # one bit, anywhere
@@ -219,9 +219,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
         change(f"{BART}.k_proj.weight", flip(95)),
         UNTOUCHED,
     ),
-    "encoder converted, changed": (ENCODED, change(f"{BART}.k_proj.bias", flip(0)), MERGED),
-    "encoder of another count": (
-        ENCODED,
+    "encoder with fewer heads": (
+        ("bart", 4),
         change(f"{BART}.v_proj.weight", lambda t: t[:24].clone()),
         HEADERS,
     ),
@@ -297,7 +296,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     ),
     "no tokenizer class": (("mpt", 4), without("tokenizer_class"), CONFIG),
     "encoder's count in the config": (("bart", 4), config(encoder_num_key_value_heads=4), CONFIG),
-    "encoder's count missing": (ENCODED, without("encoder_num_key_value_heads"), CONFIG),
     # what is claimed
     "claims other groups": (LLAMA, claims(kv_heads=4), CLAIMS),
     "claims other heads": (LLAMA, claims(source_kv_heads=6), CLAIMS),
@@ -306,8 +304,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "claims another method": (LLAMA, claims(method="first"), MERGED),
     "claims an unknown method": (LLAMA, claims(method="magic"), MERGED),
     "claims nothing": (LLAMA, delete("gqa_conversion.json"), CLAIMS | MERGED),
-    "encoder said to be converted": (("bart", 4), claims(encoder=True), CONFIG),
-    "encoder said to be left alone": (ENCODED, claims(encoder=False), HEADERS | CONFIG),
     "a list for hashes": (SMALL, claims(written=[]), HASHES),
     "a number for a hash": (SMALL, claims(written={"model.safetensors": 1}), HASHES),
     "no hashes": (SMALL, claims(written={}), HASHES),
@@ -357,14 +353,12 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Damage, set[str]]] = {
     "the mean claimed": (FACTORED, claims(method="mean"), UNTOUCHED | MERGED),
     "fit claimed": (FACTORED, claims(method="fit"), CLAIMS),
 }
-"""By name: the arguments of `made`, where "encoder" converts it too; the damage; the checks that
-fail.
-"""
+"""By name: the arguments of `made`; the damage; the checks that fail."""
 
 
 def damaged(made: Made, row: tuple[Any, ...], damage: Damage, folder: Path) -> tuple[Path, Path]:
     """A damaged copy of a result, and SOURCE."""
-    good, source = made(*row[:2], encoder=True) if row[2:] == ("encoder",) else made(*row)
+    good, source = made(*row)
     out = shutil.copytree(good, folder / "out")
     damage(out, source)
     return out, source

@@ -65,9 +65,9 @@ FAST = {
     ],
 )
 def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
-    count, method, *encoder = stated.split()
+    count, method = stated.split()
     groups = int(count)
-    out, source = made(name, groups, method, **({"encoder": True} if encoder else {}))
+    out, source = made(name, groups, method)
     report = verify_checkpoint(out, source)
     assert failed(report) == {}
     assert report.passed
@@ -83,7 +83,6 @@ def test_good_conversions_pass(made: Made, name: str, stated: str) -> None:
     assert ("cross-attention" in found["cache heads"]) == name.startswith(
         ("t5", "switch", "bart", "whisper", "gpt2, c")
     )
-    assert ("encoder attention" in found["heads"]) == bool(encoder)
     assert ("module outputs" in found) == (method in ("factor", "fit"))
     if kind.native:
         assert found["rewritten source"].endswith(f"against SOURCE, a {kind.model_type}")
@@ -329,13 +328,11 @@ def test_a_result_converted_again(made: Made, tmp_path: Path) -> None:
     """What it is made from has a modelling file already, which the new result brings along in its
     place.
     """
-    for name, encoder in (("bart", True), ("gpt2", False)):
-        first, _ = made(name, 4, encoder=encoder)
-        for groups, more in ((2, False), (4, encoder), (12, False)):
+    for name in ("bart", "gpt2"):
+        first, _ = made(name, 4)
+        for groups in (2, 4, 12):
             out = tmp_path / f"{name}-{groups}"
-            convert_checkpoint(
-                first, out, groups, ConversionOptions(encoder=more, native=False, method="mean")
-            )
+            convert_checkpoint(first, out, groups, ConversionOptions(native=False, method="mean"))
             assert failed(verify_checkpoint(out, first)) == {}
 
 
@@ -396,19 +393,6 @@ def test_copies_of_a_type_that_caches_repeated_heads(tmp_path: Path) -> None:
     assert set(failed(verify_checkpoint(tmp_path / "out", source, logits=False))) == {
         "untouched tensors"
     }
-
-
-def test_an_encoder_with_as_many_heads_as_groups(tmp_path: Path) -> None:
-    """Whether it was converted is the same to its tensors; config and provenance must agree on
-    it.
-    """
-    source = make_source("bart", tmp_path / "source", encoder_attention_heads=4)
-    for encoder in (False, True):
-        out = tmp_path / f"out-{encoder}"
-        convert_checkpoint(source, out, 4, ConversionOptions(encoder=encoder, method="mean"))
-        assert failed(verify_checkpoint(out, source, logits=encoder)) == {}
-        claim(out, encoder=not encoder)
-        assert set(failed(verify_checkpoint(out, source, logits=False))) == {"config"}
 
 
 def test_old_configs_name_their_heads_otherwise(tmp_path: Path) -> None:

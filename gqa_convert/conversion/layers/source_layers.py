@@ -46,6 +46,5 @@ def open_layers(plan: Plan) -> Iterator[ReadLayer]:
 
 def layouts_of(plan: Plan) -> dict[str, LayerLayout]:
     """Where the heads of each layer of a plan lie in the source, by its module."""
-    kinds = [layer.attention_kind for layer in plan.layers]
-    finder = AttentionFinder(plan.checkpoint, plan.family, encoder="encoder" in kinds)
+    finder = AttentionFinder(plan.checkpoint, plan.family)
     return {layer.module: LayerLayout(finder, layer) for layer in plan.layers}

@@ -9,7 +9,7 @@ from gqa_convert.runtime.json_objects import JsonObject
 
 
 def converted_config(
-    config: JsonObject, family: Family, modeling: Modeling | None, kv_heads: int, *, encoder: bool
+    config: JsonObject, family: Family, modeling: Modeling | None, kv_heads: int
 ) -> JsonObject:
     """The config of a result whose layers have one number of K/V heads.
 
@@ -20,7 +20,6 @@ def converted_config(
         family: the source's.
         modeling: the modelling file of the result, if there is one.
         kv_heads: K/V heads of each layer.
-        encoder: whether an encoder's self-attention has them too.
     """
     if family.is_composite:
         return _composite_config(config, family, kv_heads)
@@ -34,8 +33,6 @@ def converted_config(
                 section[name] = section.get(name) or {}
                 section = section[name]
             section[key] = kv_heads
-        if encoder:
-            result[family.encoder_kv_heads_key] = kv_heads
         if family.one_kv_head_key:
             result[family.one_kv_head_key] = kv_heads == 1
     result |= {"multi_query_attention": True, "multi_query_group_num": kv_heads}

@@ -26,7 +26,6 @@ def make_plan(
     kv_heads: int | Sequence[int],
     *,
     method: str = MEAN.name,
-    encoder: bool = False,
     native: bool | None = None,
 ) -> Plan:
     """Plan a conversion.
@@ -38,8 +37,6 @@ def make_plan(
         method: `mean` or `first`; `factor` or `fit`, which change queries and outputs too. The
             default is the method that reads nothing but weights; `plan_conversion` makes the plan
             that `convert` carries out by default.
-        encoder: convert an encoder's self-attention too. It keeps no cache, and the paper leaves it
-            alone (section 2).
         native: as the user asked for it; refused where it does not fit the family. A source that is
             rewritten for a stock class is planned as one of that type.
 
@@ -50,12 +47,12 @@ def make_plan(
             differ.
         NoLanguageModelError: the checkpoint was saved without a language-model head.
         UnsupportedFormatError: the K/V projections have a type that can't be merged.
-        OptionError: an unknown method, no encoder to convert, or a route that there is not.
+        OptionError: an unknown method, or a route that there is not.
     """
     merge_method = choose_method(method)
     family = family_of(checkpoint.config)
     _check_route(checkpoint, family, native)
-    finder = AttentionFinder(checkpoint, family, encoder=encoder)
+    finder = AttentionFinder(checkpoint, family)
     check_layers(checkpoint, finder)
     counts = layer_kv_heads(finder, kv_heads)
     limits = {}
@@ -72,7 +69,7 @@ def make_plan(
     changed = [change for change in changes if change.sources and change.method != COPY.name]
     written = {change.name: change for change in changed}
     dropped = {name for change in changed for name in change.sources} - written.keys()
-    modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()), encoder=encoder)
+    modeling, config, notes = _form(checkpoint, finder, tuple(counts.values()))
     if any(counts[layer.module] < layer.kv_heads for layer in finder.layers):
         notes = [*_constraint_notes([*limits.values()], merge_method), *notes]
     if finder.unused_layers:
@@ -201,7 +198,7 @@ def safetensors_name(file: str) -> str:
 
 
 def _form(
-    checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...], *, encoder: bool
+    checkpoint: Checkpoint, finder: AttentionFinder, counts: tuple[int, ...]
 ) -> tuple[Modeling | None, JsonObject, list[str]]:
     """The modelling file of the result, if it needs one; its config; and notes."""
     family, config = finder.family, checkpoint.config
@@ -209,7 +206,7 @@ def _form(
     if not others and not family.is_layerwise:
         unchanged = all(layer.kv_heads == kv_heads for layer in finder.layers)
         modeling = None if unchanged and not family.is_converted else family.modeling
-        return modeling, converted_config(config, family, modeling, kv_heads, encoder=encoder), []
+        return modeling, converted_config(config, family, modeling, kv_heads), []
     form = find_form(family, finder.config)
     assert not isinstance(form, str), form  # layer_kv_heads has refused it
     notes = []

@@ -251,11 +251,10 @@ def query_heads_per_kv_head(module, config):
         ValueError: the config's number of K/V heads does not divide the number of query heads.
     """
     heads = getattr(module, module.heads_name)
-    of_encoder = not getattr(module, "is_decoder", True)
-    stated = config.encoder_num_key_value_heads if of_encoder else config.num_key_value_heads
-    if stated and heads % stated:
-        raise ValueError(f"{stated} K/V heads do not divide {heads} query heads")
-    return heads // (stated or heads)
+    kv_heads = config.num_key_value_heads or heads
+    if heads % kv_heads:
+        raise ValueError(f"{kv_heads} K/V heads do not divide {heads} query heads")
+    return heads // kv_heads
 
 
 # Models and configs
@@ -288,13 +287,13 @@ class GroupedModel:
         self.post_init()
 
     def regroup(self, config):
-        """Give the attention modules, which are known by the names of their classes, fewer K/V
+        """Give the attention modules of a decoder, known by the names of their classes, fewer K/V
         heads.
         """
         for module in list(self.modules()):
             stock = type(module)
             grouped = self.attention.get(stock.__name__)
-            if grouped is not None:
+            if grouped is not None and getattr(module, "is_decoder", True):
                 module.__class__ = attention_class(stock, grouped)
                 module.config = getattr(module, "config", config)
                 module.regroup(query_heads_per_kv_head(module, config))
@@ -336,7 +335,6 @@ def config_class(stock):
         """K/V heads of self-attention and of a decoder's cross-attention; None for as many as query
         heads.
         """
-        encoder_num_key_value_heads: int | None = None
 
     return Config
 
