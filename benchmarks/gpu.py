@@ -35,11 +35,7 @@ sys.path.insert(0, str(HERE))
 
 from benchmarks.synthetic import make_llama  # noqa: E402  # the script runs from any folder
 from gqa_convert.attention import grouped_query_attention  # noqa: E402
-from gqa_convert.conversion.options import (  # noqa: E402
-    BATCH_TOKENS,
-    CalibrationOptions,
-    ConversionOptions,
-)
+from gqa_convert.conversion.options import BATCH_TOKENS, CalibrationOptions, ConversionOptions  # noqa: E402
 from gqa_convert.conversion.progress import FitProgress  # noqa: E402
 from gqa_convert.conversion.run import convert_checkpoint  # noqa: E402
 

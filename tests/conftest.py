@@ -36,10 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-EXPECTED_SKIPS = (
-    "only root may mount file systems",
-    "tmpfs can't be mounted here",
-)
+EXPECTED_SKIPS = ("only root may mount file systems", "tmpfs can't be mounted here")
 """How the reasons begin for which a machine may skip a test. `-ra` prints every skip; another
 reason is a failure.
 """

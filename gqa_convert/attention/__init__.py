@@ -9,11 +9,11 @@ key/value head i // (H / N), as everywhere in this package.
 This package needs torch; transformers is imported by `register` alone.
 """
 
-from gqa_convert.attention.cache import KVCache
-from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.dropin import GroupedMultiheadAttention, convert_module
-from gqa_convert.attention.interface import register
-from gqa_convert.attention.layer import GroupedQueryAttention, Rotary
+from .cache import KVCache
+from .core import grouped_query_attention
+from .dropin import GroupedMultiheadAttention, convert_module
+from .interface import register
+from .layer import GroupedQueryAttention, Rotary
 
 __all__ = [
     "GroupedMultiheadAttention",

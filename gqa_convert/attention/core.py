@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gqa_convert.attention.masks import Masks, split_mask
 from gqa_convert.errors import GroupsError, OptionError
+
+from .masks import Masks, split_mask
 
 SHORT = 48
 """The most queries for which a CPU packs the query heads of a group: 16 to 48 queries behind 4096

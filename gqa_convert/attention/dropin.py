@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.masks import Masks, Shape, combined
-from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.errors import GQAConvertError, OptionError
+
+from .core import grouped_query_attention
+from .masks import Masks, Shape, combined
+from .projections import GroupedProjections
 
 
 class _NoPackedWeight:

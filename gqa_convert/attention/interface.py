@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.attention.core import grouped_query_attention
 from gqa_convert.errors import OptionError, UnsupportedAttentionError
+
+from .core import grouped_query_attention
 
 REFUSED = {
     "softcap": "capped scores",

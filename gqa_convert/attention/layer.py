@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.attention.cache import KVCache
-from gqa_convert.attention.core import grouped_query_attention
-from gqa_convert.attention.masks import combined, split_mask
-from gqa_convert.attention.projections import GroupedProjections
 from gqa_convert.errors import OptionError
+
+from .cache import KVCache
+from .core import grouped_query_attention
+from .masks import combined, split_mask
+from .projections import GroupedProjections
 
 
 @dataclass(frozen=True, slots=True)

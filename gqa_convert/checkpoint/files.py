@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.headers import Header, TensorEntry, damaged, read_header
-from gqa_convert.checkpoint.torch_files import describe_tensors
 from gqa_convert.errors import CorruptCheckpointError, SourceNotFoundError
+
+from . import formats
+from .headers import Header, TensorEntry, damaged, read_header
+from .torch_files import describe_tensors
 
 _PATIENCE_SECONDS = 10
 

@@ -6,9 +6,9 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from gqa_convert.checkpoint.formats import choose_weights
-from gqa_convert.checkpoint.provenance import PROVENANCE
-from gqa_convert.checkpoint.source import CONFIG, Checkpoint, Shard
+from .formats import choose_weights
+from .provenance import PROVENANCE
+from .source import CONFIG, Checkpoint, Shard
 
 SCHEME = "v2-"
 """How a fingerprint begins: records of earlier results have others, which say nothing about these.

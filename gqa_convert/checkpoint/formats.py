@@ -5,9 +5,10 @@ quantised weights.
 import re
 from collections.abc import Iterable, Mapping
 
-from gqa_convert.checkpoint.headers import bits_per_element
 from gqa_convert.errors import SourceNotFoundError, UnsupportedFormatError
 from gqa_convert.runtime.json_objects import Config
+
+from .headers import bits_per_element
 
 SAFETENSORS_SINGLE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"

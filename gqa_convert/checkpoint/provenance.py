@@ -6,8 +6,9 @@ wrote it.
 
 from dataclasses import dataclass
 
-from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.runtime.json_objects import JsonObject, Result, parse_object
+
+from .source import Checkpoint
 
 PROVENANCE = "gqa_conversion.json"
 """The file in every converted checkpoint that records how it was made."""

@@ -10,14 +10,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.checkpoint import formats
-from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.checkpoint.files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
-from gqa_convert.checkpoint.headers import Entries, TensorEntry
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, SourceNotFoundError
 from gqa_convert.runtime.json_objects import JsonObject, parse_object
 from gqa_convert.runtime.messages import some
 from gqa_convert.runtime.paths import expanded
+
+from . import formats
+from .dtypes import TORCH
+from .files import CheckpointFiles, HubFiles, LocalFiles, open_hub_files
+from .headers import Entries, TensorEntry
 
 CONFIG = "config.json"
 _KINDS = (

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.checkpoint.dtypes import STORED
-from gqa_convert.checkpoint.headers import TensorEntry
-from gqa_convert.checkpoint.source import Checkpoint, Recipe
-from gqa_convert.checkpoint.torch_files import bytes_of, load_tensors
 from gqa_convert.errors import CorruptCheckpointError, NonFiniteError
+
+from .dtypes import STORED
+from .headers import TensorEntry
+from .source import Checkpoint, Recipe
+from .torch_files import bytes_of, load_tensors
 
 
 class SourceFile(io.FileIO):

@@ -9,9 +9,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.checkpoint.headers import Entries, TensorEntry
 from gqa_convert.errors import CorruptCheckpointError, UnsupportedFormatError
+
+from .dtypes import TORCH
+from .headers import Entries, TensorEntry
 
 
 def load_tensors(path: Path) -> dict[str, Any]:

@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from .options import (
-    Candidates,
-    Device,
-    Json,
-    Revision,
-    command_line,
-    counts,
-    option,
-)
+from .options import Candidates, Device, Json, Revision, command_line, counts, option
 
 
 def benchmark(
@@ -25,15 +17,9 @@ def benchmark(
     device: Device = None,
     as_json: Json = False,
     dtype: str | None = option(
-        "--dtype TYPE",
-        "float32, bfloat16 or float16. Default: that of MODEL.",
+        "--dtype TYPE", "float32, bfloat16 or float16. Default: that of MODEL."
     ),
-    repetitions: int = option(
-        "--repetitions R",
-        "Timed turns of each version.",
-        8,
-        min=1,
-    ),
+    repetitions: int = option("--repetitions R", "Timed turns of each version.", 8, min=1),
     revision: Revision = None,
 ) -> None:
     """Measure decode time and K/V cache of a model with different numbers of K/V heads.
@@ -45,9 +31,10 @@ def benchmark(
 
       gqa-convert benchmark ./Llama-2-7b --candidates 1,8,32 --batch 1,8 --context 4k
     """
-    from gqa_convert.cli.console.screen import ProgressScreen, print_json, show_table
     from gqa_convert.measuring.latency import benchmark_model
     from gqa_convert.measuring.tables import benchmark_table
+
+    from .console.screen import ProgressScreen, print_json, show_table
 
     with ProgressScreen() as screen:
         result = benchmark_model(

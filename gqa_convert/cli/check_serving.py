@@ -30,8 +30,9 @@ def check_serving(
       gqa-convert check-serving ./Llama-2-7b-gqa8
       gqa-convert check-serving ./Llama-2-7b-gqa8 --engine vllm --python /opt/vllm/bin/python
     """
-    from gqa_convert.cli.console.screen import print_json, say
     from gqa_convert.serving.checking import check_serving
+
+    from .console.screen import print_json, say
 
     report = check_serving(out, engine, python=python)
     if as_json:

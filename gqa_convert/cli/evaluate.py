@@ -73,10 +73,11 @@ def evaluate(
       gqa-convert evaluate ./Llama-2-7b ./gqa8 --data test.txt
       gqa-convert evaluate ./gqa8 --reference ./Llama-2-7b --data test.txt -o gqa8.json
     """
-    from gqa_convert.cli.console.screen import ProgressScreen, print_json, print_note, show_table
     from gqa_convert.data.sources import as_source
     from gqa_convert.measuring.results import AskedQuestions, check_result_path, write_result
     from gqa_convert.measuring.tables import evaluation_tables, notes, short_names
+
+    from .console.screen import ProgressScreen, print_json, print_note, show_table
 
     if data is None and not retrieval:
         raise OptionError(

@@ -1,14 +1,6 @@
 """`gqa-convert inspect`."""
 
-from .options import (
-    Calibration,
-    CalibrationTokens,
-    Candidates,
-    Device,
-    Json,
-    Revision,
-    Source,
-)
+from .options import Calibration, CalibrationTokens, Candidates, Device, Json, Revision, Source
 
 
 def inspect(

@@ -43,10 +43,11 @@ def publish(
         --results evaluation.json
       gqa-convert publish ./gqa8 --repo-id me/gqa8 --base-model org/model --license apache-2.0
     """
-    from gqa_convert.cli.console.screen import ProgressScreen, make_console, print_json, say
     from gqa_convert.errors import printable
     from gqa_convert.hub.publishing import Publication, publish
     from gqa_convert.hub.repository import PublishOptions
+
+    from .console.screen import ProgressScreen, make_console, print_json, say
 
     console = make_console(stderr=as_json or not dry_run)
     options = PublishOptions(

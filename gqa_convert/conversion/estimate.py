@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from gqa_convert.conversion.hours import calibration_hours
-from gqa_convert.conversion.options import (
-    CalibrationOptions,
-    mixes,
-    steps_together,
-    wanted_tokens,
-)
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.resources import (
+from gqa_convert.processes import started
+from gqa_convert.runtime.json_objects import Result
+
+from .hours import calibration_hours
+from .options import CalibrationOptions, mixes, steps_together, wanted_tokens
+from .plan import Plan
+from .resources import (
     decide,
     device_of,
     held_bytes,
@@ -23,8 +21,6 @@ from gqa_convert.conversion.resources import (
     torch_device,
     writing_bytes,
 )
-from gqa_convert.processes import started
-from gqa_convert.runtime.json_objects import Result
 
 _NUMPY_BASE = 92 << 20
 """Bytes of a process that has imported numpy, and of buffers."""
@@ -82,10 +78,7 @@ def estimate_needs(plan: Plan, options: CalibrationOptions, processes: int | Non
     memory = _NUMPY_BASE + 6 * 8 * largest
     merged = sum(tensor.entry.nbytes for tensor in plan.regrouped.values())
     needs = replace(
-        needs,
-        memory_bytes=memory,
-        least_memory_bytes=memory,
-        disk_bytes=plan.disk_bytes + merged,
+        needs, memory_bytes=memory, least_memory_bytes=memory, disk_bytes=plan.disk_bytes + merged
     )
     if not options.has_data:
         return needs

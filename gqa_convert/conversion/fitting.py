@@ -13,18 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gqa_convert.checkpoint.provenance import FOUND, CalibrationRecord, Divergence
-from gqa_convert.conversion.calibration.batches import prepare_calibration
-from gqa_convert.conversion.calibration.streams import Calibration, digest_of, tokens_of
-from gqa_convert.conversion.layers import last_stage, model_loading
-from gqa_convert.conversion.layers.attention_calls import beginnings
-from gqa_convert.conversion.layers.layer_fitting import fit_layers, measure_divergence
-from gqa_convert.conversion.layers.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore
-from gqa_convert.conversion.layers.one_layer import FitOptions
-from gqa_convert.conversion.layers.optimizer import batch_order
-from gqa_convert.conversion.options import CalibrationOptions, steps_per_layer
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
-from gqa_convert.conversion.resources import LAST_STAGE, Decisions, decide, half_type
 from gqa_convert.errors import (
     DeviceMemoryError,
     LaunchError,
@@ -37,6 +25,19 @@ from gqa_convert.families.loading import read_kind
 from gqa_convert.processes import by_first, count, sharing, started
 from gqa_convert.runtime.json_objects import JsonObject, plain
 from gqa_convert.runtime.machine import chosen_device
+
+from .calibration.batches import prepare_calibration
+from .calibration.streams import Calibration, digest_of, tokens_of
+from .layers import last_stage, model_loading
+from .layers.attention_calls import beginnings
+from .layers.layer_fitting import fit_layers, measure_divergence
+from .layers.layer_store import HALFWAY, TOGETHER, LayerStore, SharedStore
+from .layers.one_layer import FitOptions
+from .layers.optimizer import batch_order
+from .options import CalibrationOptions, steps_per_layer
+from .plan import Plan
+from .progress import ALL_TOGETHER, MERGING_LAYERS, FitProgress, OnProgress
+from .resources import LAST_STAGE, Decisions, decide, half_type
 
 _RESULT = "result"
 """The name under which what fitting came to is stored."""
@@ -178,9 +179,7 @@ def _left_out_note(sentences: Sequence[str]) -> str | None:
 
 
 def fit_checkpoint(
-    work: FitWork,
-    files: LayerStore | None = None,
-    on_progress: OnProgress = lambda progress: None,
+    work: FitWork, files: LayerStore | None = None, on_progress: OnProgress = lambda progress: None
 ) -> CalibrationRecord:
     """Load the source, fit every layer, train all layers together, and measure the result on
     held-out text.

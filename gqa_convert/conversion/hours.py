@@ -6,19 +6,14 @@ gradient of its inputs, and for that of itself where it is trained. All else is 
 of Llama-2-7B's shapes it took a fifth of the time (docs/results/README.md).
 """
 
-from gqa_convert.conversion.calibration.mixture import OWN_SHARE
-from gqa_convert.conversion.options import (
-    BATCH_TOKENS,
-    CalibrationOptions,
-    mixes,
-    steps_per_layer,
-    wanted_tokens,
-)
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.resources import Decisions, device_of, is_reduced, torch_device
 from gqa_convert.families.context_length import VOCABULARY_KEYS, stated_count
 from gqa_convert.families.loading import hears
 from gqa_convert.runtime.speed import device_speed
+
+from .calibration.mixture import OWN_SHARE
+from .options import BATCH_TOKENS, CalibrationOptions, mixes, steps_per_layer, wanted_tokens
+from .plan import Plan
+from .resources import Decisions, device_of, is_reduced, torch_device
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _FACTORS = 60

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.loading import is_encoder_decoder
+
+from .plan import Plan
 
 STEPS = 100
 """The default of `--fit-steps`."""
@@ -98,7 +99,7 @@ def mixes(plan: Plan, options: CalibrationOptions) -> bool:
 
 def wanted_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """How many tokens the layers are fitted on: as stated, or by the source's size."""
-    from gqa_convert.conversion.calibration.streams import calibration_tokens_for
+    from .calibration.streams import calibration_tokens_for
 
     if options.tokens is not None:
         return options.tokens

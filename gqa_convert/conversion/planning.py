@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Final
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions, each_of
-from gqa_convert.conversion.plan import Plan, make_plan
-from gqa_convert.conversion.rewriting.source import plan_rewriting
 from gqa_convert.errors import OptionError
 from gqa_convert.families.loading import hears, read_kind
 from gqa_convert.families.table import Family, family_of
-from gqa_convert.merging.methods import (
-    CALIBRATED_DEFAULT,
-    DEFAULT,
-    MEAN,
-    METHODS,
-    REPEAT,
-)
+from gqa_convert.merging.methods import CALIBRATED_DEFAULT, DEFAULT, MEAN, METHODS, REPEAT
 from gqa_convert.runtime.machine import chosen_device
+
+from .options import CalibrationOptions, ConversionOptions, each_of
+from .plan import Plan, make_plan
+from .rewriting.source import plan_rewriting
 
 BUILT_IN_TOKENS: Final = 4096
 """Tokens of the built-in text. More text gains little without `fit`, and large models pay for every
@@ -61,12 +56,7 @@ def plan_conversion(
     method, calibration, reason = options.method, options.calibration, None
     if method is None:
         method, calibration, reason = _default(checkpoint, calibration)
-    plan = make_plan(
-        checkpoint,
-        kv_heads,
-        method=method,
-        native=options.native,
-    )
+    plan = make_plan(checkpoint, kv_heads, method=method, native=options.native)
     check_calibration(plan.method, calibration, read_kind(plan.checkpoint.config))
     check_predicts(plan, calibration)
     notes = _notes(plan, reason, is_read=options.calibration.has_data)

@@ -11,16 +11,17 @@ import numpy as np
 
 from gqa_convert._version import __version__
 from gqa_convert.checkpoint.provenance import CalibrationRecord
-from gqa_convert.conversion.layers.layer_store import TOGETHER, LayerRecord, LayerStore, layer_key
-from gqa_convert.conversion.layers.source_layers import SourceLayer, layouts_of, open_layers
-from gqa_convert.conversion.options import CalibrationOptions
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, merge_layer
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device
+
+from .layers.layer_store import TOGETHER, LayerRecord, LayerStore, layer_key
+from .layers.source_layers import SourceLayer, layouts_of, open_layers
+from .options import CalibrationOptions
+from .plan import Plan
+from .progress import MERGING_LAYERS, FitProgress, OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def prepare_layers(
     if not options.has_data:
         _merge_weights(plan, store, on_progress)
         return _collected(plan, store, None, "cpu")
-    from gqa_convert.conversion.fitting import fit_on_data  # imports torch
+    from .fitting import fit_on_data  # imports torch
 
     record = fit_on_data(plan, store, options, on_progress)
     return _collected(plan, store, record, chosen_device(options.device))

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gqa_convert.checkpoint.provenance import Divergence
-from gqa_convert.conversion.layers.layer_store import LayerRecord
+
+from .layers.layer_store import LayerRecord
 
 MERGING_LAYERS = "merging layers"
 ALL_TOGETHER = "all layers together"

@@ -9,14 +9,6 @@ from typing import Any
 
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.options import (
-    BATCH_TOKENS,
-    CalibrationOptions,
-    mixes,
-    steps_together,
-    wanted_tokens,
-)
-from gqa_convert.conversion.plan import Plan
 from gqa_convert.families.context_length import VOCABULARY_KEYS, stated_count
 from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.processes import on_this_machine, started
@@ -27,6 +19,9 @@ from gqa_convert.runtime.machine import (
     multiplies_bfloat16,
 )
 from gqa_convert.runtime.messages import size
+
+from .options import BATCH_TOKENS, CalibrationOptions, mixes, steps_together, wanted_tokens
+from .plan import Plan
 
 WEIGHTS_SHARE = 0.7
 """Of the free memory that the weights of the source may take; the rest is for activations."""
@@ -303,7 +298,7 @@ def _trained_numbers(plan: Plan) -> int:
 
 def block_tokens(plan: Plan, options: CalibrationOptions) -> int:
     """The tokens of the longest block of calibration text, at most."""
-    from gqa_convert.conversion.calibration.streams import calibration_length_for
+    from .calibration.streams import calibration_length_for
 
     length = options.sequence_length or calibration_length_for(plan.checkpoint.config)
     return min(wanted_tokens(plan, options), length)

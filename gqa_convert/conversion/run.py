@@ -17,18 +17,6 @@ from gqa_convert.checkpoint.provenance import (
     earlier_record,
 )
 from gqa_convert.checkpoint.source import Checkpoint, open_local
-from gqa_convert.conversion.options import CalibrationOptions, ConversionOptions
-from gqa_convert.conversion.plan import Plan
-from gqa_convert.conversion.planning import plan_conversion
-from gqa_convert.conversion.prepared_layers import PreparedLayers, prepare_layers
-from gqa_convert.conversion.progress import OnProgress
-from gqa_convert.conversion.rewriting.source import rewritten_folder
-from gqa_convert.conversion.writing import (
-    Progress,
-    check_room,
-    write_sidecar_files,
-    write_weights,
-)
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.publishing.ownership import WRITTEN, hash_file, list_written
@@ -36,6 +24,14 @@ from gqa_convert.publishing.publication import check_destination, staged_folder
 from gqa_convert.runtime.json_objects import JsonObject, Result
 from gqa_convert.runtime.machine import machine
 from gqa_convert.runtime.paths import local_path
+
+from .options import CalibrationOptions, ConversionOptions
+from .plan import Plan
+from .planning import plan_conversion
+from .prepared_layers import PreparedLayers, prepare_layers
+from .progress import OnProgress
+from .rewriting.source import rewritten_folder
+from .writing import Progress, check_room, write_sidecar_files, write_weights
 
 _DEFAULTS = ConversionOptions()
 _OF_THE_PLAN = (

@@ -17,7 +17,6 @@ from gqa_convert.checkpoint.headers import TensorEntry, build_header
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
-from gqa_convert.conversion.plan import Plan, TensorChange
 from gqa_convert.errors import NoSpaceError
 from gqa_convert.families import layouts
 from gqa_convert.families.loading import read_object
@@ -27,6 +26,8 @@ from gqa_convert.merging.pooling import pool_groups
 from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.copying import BLOCK, LARGE, WrittenFile
 from gqa_convert.runtime.json_objects import JsonObject
+
+from .plan import Plan, TensorChange
 
 Progress = Callable[[int], None]
 """Called with every number of bytes written."""

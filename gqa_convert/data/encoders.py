@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.files import Fields, Piece
-from gqa_convert.data.model_tokenizer import (
-    beginning_of_text,
-    end_of_text,
-    template_of_one_day,
-    tokenizer_state,
-)
-from gqa_convert.data.order import Integers
-from gqa_convert.data.sources import Source, TextSource, first_row
 from gqa_convert.errors import DataError, first_line
+
+from .files import Fields, Piece
+from .model_tokenizer import beginning_of_text, end_of_text, template_of_one_day, tokenizer_state
+from .order import Integers
+from .sources import Source, TextSource, first_row
 
 Marked = npt.NDArray[np.uint32]
 """Token ids, the last one of each document with its mark."""

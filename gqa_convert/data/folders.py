@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 
-from gqa_convert.data.files import DOCUMENTS, kind_of
 from gqa_convert.errors import DataError
 from gqa_convert.runtime.messages import some
+
+from .files import DOCUMENTS, kind_of
 
 HELD_OUT_SHARE = 20
 """One in this many files of the standard library is held out."""

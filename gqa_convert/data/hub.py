@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gqa_convert.data.files import Fields, Piece, columns_of
 from gqa_convert.errors import DataError, GQAConvertError, first_line
+
+from .files import Fields, Piece, columns_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from gqa_convert.data.order import Integers
 from gqa_convert.errors import DataError, first_line
 from gqa_convert.families.context_length import VOCABULARY_KEYS, stated_count
 from gqa_convert.families.loading import check_readable_config, load_tokenizer, read_object
 from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config
+
+from .order import Integers
 
 DATE = date(2024, 7, 26)
 """Today, for chat templates that write it, so that a conversation has the same tokens every day."""

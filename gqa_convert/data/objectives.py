@@ -4,9 +4,9 @@ An objective is one entry of `OBJECTIVES` and one class, which encodes documents
 docs/developing.md says what belongs to a new one.
 """
 
-from gqa_convert.data.pairs import PairSampler
-from gqa_convert.data.sampler import CausalSampler, Sampler, SampleSettings
-from gqa_convert.data.span_corruption import SpanSampler
+from .pairs import PairSampler
+from .sampler import CausalSampler, Sampler, SampleSettings
+from .span_corruption import SpanSampler
 
 OBJECTIVES: dict[str, type[Sampler]] = {
     "causal": CausalSampler,

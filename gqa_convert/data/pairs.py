@@ -8,13 +8,13 @@ from fractions import Fraction
 
 import numpy as np
 
-from gqa_convert.data.encoders import Encoder, PairEncoder
-from gqa_convert.data.files import Fields
-from gqa_convert.data.model_tokenizer import refuse_languages
-from gqa_convert.data.order import Integers, mix, permuted
-from gqa_convert.data.sampler import IGNORED, Batch, Keys, Places, Sampler, SampleSettings, Shares
-from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import TokenSource
+from .encoders import Encoder, PairEncoder
+from .files import Fields
+from .model_tokenizer import refuse_languages
+from .order import Integers, mix, permuted
+from .sampler import IGNORED, Batch, Keys, Places, Sampler, SampleSettings, Shares
+from .sources import Source, TextSource
+from .token_files import TokenSource
 
 
 def padded(rows: Sequence[Integers], value: int) -> Integers:

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.encoders import Encoder, text_encoder
-from gqa_convert.data.order import mix, permuted
-from gqa_convert.data.sources import Source, SourceKind, TextSource
-from gqa_convert.data.token_files import TokenSource
+from .encoders import Encoder, text_encoder
+from .order import mix, permuted
+from .sources import Source, SourceKind, TextSource
+from .token_files import TokenSource
 
 SHUFFLE_WINDOW = 1 << 22
 """The tokens of a stream over which the samples of its first epoch are shuffled: thousands of

@@ -5,13 +5,14 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from gqa_convert.data.files import PAIR_KEYS, FieldError
-from gqa_convert.data.objectives import make_sampler
-from gqa_convert.data.order import mix
-from gqa_convert.data.sampler import Batch, Sampler, SampleSettings, Shares
-from gqa_convert.data.sources import Source, open_source
-from gqa_convert.data.token_files import OnTokenize, TokenSource, tokenize
 from gqa_convert.errors import DataError
+
+from .files import PAIR_KEYS, FieldError
+from .objectives import make_sampler
+from .order import mix
+from .sampler import Batch, Sampler, SampleSettings, Shares
+from .sources import Source, open_source
+from .token_files import OnTokenize, TokenSource, tokenize
 
 _LONGEST_PERIOD = 1 << 16
 

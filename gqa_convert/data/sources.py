@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from gqa_convert.data.files import SUFFIXES, Fields, Files, kind_of
-from gqa_convert.data.folders import data_files, source_files
-from gqa_convert.data.hub import HubDataset, commit_of
-from gqa_convert.data.keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
 from gqa_convert.errors import DataError
 from gqa_convert.runtime.paths import local_path
+
+from .files import SUFFIXES, Fields, Files, kind_of
+from .folders import data_files, source_files
+from .hub import HubDataset, commit_of
+from .keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
 
 STDLIB = "python-stdlib"
 HELD_OUT = "python-stdlib:held-out"
@@ -89,8 +90,7 @@ def _read_list(value: Any) -> Any:
 
 
 Sources = Annotated[
-    tuple[Annotated[Source, BeforeValidator(_read_source)], ...],
-    BeforeValidator(_read_list),
+    tuple[Annotated[Source, BeforeValidator(_read_source)], ...], BeforeValidator(_read_list)
 ]
 """One source or a list of them, each a text or a mapping."""
 

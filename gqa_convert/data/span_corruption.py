@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.data.encoders import Encoder, text_encoder
-from gqa_convert.data.model_tokenizer import end_of_text, sentinel_ids
-from gqa_convert.data.order import Integers
-from gqa_convert.data.sampler import Batch, Block, BlockSampler, Keys, Places, SampleSettings
-from gqa_convert.data.sources import Source, TextSource
-from gqa_convert.data.token_files import TokenSource
 from gqa_convert.errors import DataError
+
+from .encoders import Encoder, text_encoder
+from .model_tokenizer import end_of_text, sentinel_ids
+from .order import Integers
+from .sampler import Batch, Block, BlockSampler, Keys, Places, SampleSettings
+from .sources import Source, TextSource
+from .token_files import TokenSource
 
 Flags = npt.NDArray[np.bool_]
 _DENSITY = 0.15

@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gqa_convert.data.files import explained, read_rows
-from gqa_convert.data.folders import TRAIN, data_files, note_unread
 from gqa_convert.errors import DataError, MissingExtraError
 from gqa_convert.families import loading
+
+from .files import explained, read_rows
+from .folders import TRAIN, data_files, note_unread
 
 _TASK = "transcribe"
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif")

@@ -24,14 +24,15 @@ from uuid import uuid4
 
 import numpy as np
 
-from gqa_convert.data.encoders import LAST, Encoder, Marked, ids_of
-from gqa_convert.data.files import Files, Piece
-from gqa_convert.data.order import Integers
-from gqa_convert.data.sources import TextSource
 from gqa_convert.errors import DataError, is_disk_full, no_space
 from gqa_convert.publishing.atomic_files import atomic_file
 from gqa_convert.publishing.locks import wait_for_lock
 from gqa_convert.runtime.paths import cache_folder
+
+from .encoders import LAST, Encoder, Marked, ids_of
+from .files import Files, Piece
+from .order import Integers
+from .sources import TextSource
 
 _FORMAT = 3
 _BATCH_CHARACTERS = 1 << 22

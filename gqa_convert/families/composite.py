@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from gqa_convert.families.records import COMPOSITES, record_of
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from .records import COMPOSITES, record_of
 
 SECTIONS = ("text_config", "decoder_config", "decoder")
 """Config keys of the decoder's own config; the first that is stated counts."""

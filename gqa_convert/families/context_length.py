@@ -5,9 +5,10 @@ attend to a sliding window of them; and the keys of sizes that all architectures
 from collections.abc import Sequence
 from typing import Any
 
-from gqa_convert.families.composite import SECTIONS, config_value, decoder_config
-from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config
+
+from .composite import SECTIONS, config_value, decoder_config
+from .records import record_of
 
 LONGEST = 2048
 """The most tokens of a block or window, even if the model has positions for more."""

@@ -8,8 +8,9 @@ and a factor from which vLLM, llama.cpp and MLX compute the layer's intermediate
 import copy
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.context_length import has_window
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from .context_length import has_window
 
 _WINDOW_KEYS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 """Keys about sliding windows, which a DeciLM does not know. transformers' `generate` would make

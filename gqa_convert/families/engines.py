@@ -1,9 +1,10 @@
 """Where engines compute something else than transformers."""
 
-from gqa_convert.families.composite import decoder_config
-from gqa_convert.families.context_length import has_window, scaled_positions
-from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config
+
+from .composite import decoder_config
+from .context_length import has_window, scaled_positions
+from .records import record_of
 
 LOADERS = ("transformers", "vLLM", "llama.cpp")
 """The software that a plan reports on."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa_convert.families.layouts import FusedLayout
+from .layouts import FusedLayout
 
 CONVERTED_PREFIX = "gqa_"
 """What the model types of results with a modelling file begin with; the names of their classes

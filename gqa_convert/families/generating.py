@@ -18,7 +18,7 @@ def generating_with(model: Any, **settings: Any) -> Iterator[None]:
     from transformers.cache_utils import DynamicLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from gqa_convert.families.modeling.gqa_common import sdpa
+    from .modeling.gqa_common import sdpa
 
     stated, update = model.generation_config, DynamicLayer.update
     model.generation_config = GenerationConfig(**settings)

@@ -7,18 +7,15 @@ from typing import NamedTuple
 
 from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.errors import (
-    ConfigError,
-    UnsupportedFamilyError,
-    UnsupportedFormatError,
-)
-from gqa_convert.families import layouts
-from gqa_convert.families.composite import config_value, decoder_config, decoder_section
-from gqa_convert.families.family import AttentionKind as AttentionKind
-from gqa_convert.families.family import Family
-from gqa_convert.families.layerwise import is_run, kv_heads_by_layer
-from gqa_convert.families.layouts import Sections
-from gqa_convert.families.records import with_key_norm
+from gqa_convert.errors import ConfigError, UnsupportedFamilyError, UnsupportedFormatError
+
+from . import layouts
+from .composite import config_value, decoder_config, decoder_section
+from .family import AttentionKind as AttentionKind
+from .family import Family
+from .layerwise import is_run, kv_heads_by_layer
+from .layouts import Sections
+from .records import with_key_norm
 
 _APART = "the config and the weights do not belong together"
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families import decilm
-from gqa_convert.families.composite import config_value
-from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.legacy_config_keys import legacy_config_keys
-from gqa_convert.families.records import DECILM, record_of
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from . import decilm
+from .composite import config_value
+from .family import Family, Modeling
+from .legacy_config_keys import legacy_config_keys
+from .records import DECILM, record_of
 
 
 def find_form(family: Family, config: Config) -> Modeling | str:

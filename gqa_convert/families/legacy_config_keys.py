@@ -2,9 +2,10 @@
 transformers 4 and other software of its time would silently take defaults.
 """
 
-from gqa_convert.families.composite import config_value
-from gqa_convert.families.records import record_of
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from .composite import config_value
+from .records import record_of
 
 _NAMES = {
     "dtype": "torch_dtype",

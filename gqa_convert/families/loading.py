@@ -18,10 +18,11 @@ from gqa_convert.errors import (
     first_line,
     is_out_of_memory,
 )
-from gqa_convert.families.composite import is_composite
-from gqa_convert.families.records import record_of
-from gqa_convert.families.table import check_per_layer_config
 from gqa_convert.runtime.json_objects import Config, JsonObject, parse_object
+
+from .composite import is_composite
+from .records import record_of
+from .table import check_per_layer_config
 
 TASKS = (
     "AutoModelForCausalLM",
@@ -245,7 +246,7 @@ def _register(config: Config) -> None:
     checkpoint's copy of the file need not run.
     """
     if record_of(config).is_converted:
-        from gqa_convert.families.modeling import register_modeling
+        from .modeling import register_modeling
 
         register_modeling(config["model_type"])
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.families.family import CONVERTED_PREFIX, Family, KeyNorm, Modeling
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from .family import CONVERTED_PREFIX, Family, KeyNorm, Modeling
 
 _FOLDER = Path(__file__).parent
 _DERIVED: JsonObject = json.loads((_FOLDER / "derived.json").read_text(encoding="utf-8"))

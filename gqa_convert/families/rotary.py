@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gqa_convert.errors import ConfigError
-from gqa_convert.families.composite import config_value
-from gqa_convert.families.family import Family
 from gqa_convert.runtime.json_objects import Config
+
+from .composite import config_value
+from .family import Family
 
 _SHARE_KEYS = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct")
 """Config keys of the share of a head that is rotary; the first one that is stated counts."""

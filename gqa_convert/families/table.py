@@ -3,19 +3,11 @@
 from dataclasses import replace
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.families.composite import PREFIXES, decoder_config, is_composite
-from gqa_convert.families.family import Family, Modeling
-from gqa_convert.families.records import (
-    ALL,
-    COMPOSITES,
-    FAMILIES,
-    INNER,
-    NO_ENGINES,
-    REFUSALS,
-    record_of,
-    unlisted,
-)
 from gqa_convert.runtime.json_objects import Config
+
+from .composite import PREFIXES, decoder_config, is_composite
+from .family import Family, Modeling
+from .records import ALL, COMPOSITES, FAMILIES, INNER, NO_ENGINES, REFUSALS, record_of, unlisted
 
 __all__ = [
     "COMPOSITES",

@@ -9,13 +9,14 @@ from typing import Any
 
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import OptionError, PublishError, printable
-from gqa_convert.hub.converted import Converted, without_folders
-from gqa_convert.hub.markup import render
-from gqa_convert.hub.measured import read_measured
-from gqa_convert.hub.repository import LICENSE_ID, PublishOptions
 from gqa_convert.merging.methods import METHODS
 from gqa_convert.publishing.ownership import CARD, MARKER, is_our_card, signed
 from gqa_convert.runtime.json_objects import JsonObject
+
+from .converted import Converted, without_folders
+from .markup import render
+from .measured import read_measured
+from .repository import LICENSE_ID, PublishOptions
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _TASKS = {

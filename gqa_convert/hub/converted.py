@@ -20,10 +20,11 @@ from gqa_convert.checkpoint.source import Checkpoint, open_checkpoint
 from gqa_convert.conversion.plan import Plan, make_plan
 from gqa_convert.errors import GroupsError, PublishError
 from gqa_convert.families.loading import auto_class, headless_class
-from gqa_convert.hub.repository import is_hub_id
 from gqa_convert.merging.methods import COPY
 from gqa_convert.publishing.ownership import CARD
 from gqa_convert.runtime.json_objects import JsonObject
+
+from .repository import is_hub_id
 
 _ON_HUB = ("id", "source", "model")
 """Keys whose value is on the Hub where a `revision` stands beside it."""

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
-from gqa_convert.hub.converted import Converted, names_on_hub, without_folders
 from gqa_convert.measuring.results import EvaluationFile, ModelScores, load_evaluation
 from gqa_convert.measuring.tables import Table, evaluation_tables, notes
 from gqa_convert.runtime.paths import local_path
+
+from .converted import Converted, names_on_hub, without_folders
 
 
 class Evaluated(NamedTuple):

@@ -10,9 +10,6 @@ from gqa_convert.checkpoint.formats import is_weight_file
 from gqa_convert.checkpoint.provenance import PROVENANCE
 from gqa_convert.errors import PublishError
 from gqa_convert.families.layerwise import heads_text
-from gqa_convert.hub.card import make_card
-from gqa_convert.hub.converted import Converted, open_converted
-from gqa_convert.hub.repository import PublishOptions, Repository
 from gqa_convert.measuring import Progress, no_progress
 from gqa_convert.publishing import ownership
 from gqa_convert.publishing.atomic_files import write_whole
@@ -20,6 +17,10 @@ from gqa_convert.publishing.ownership import CARD
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.runtime.messages import some
 from gqa_convert.runtime.paths import local_path
+
+from .card import make_card
+from .converted import Converted, open_converted
+from .repository import PublishOptions, Repository
 
 _SMALL_BYTES = 32 << 20
 """Files up to this size are searched for access tokens."""

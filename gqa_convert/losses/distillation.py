@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, nll_loss
 
 from gqa_convert.data.sampler import IGNORED
-from gqa_convert.losses.output_layer import OutputLayer, capped
+
+from .output_layer import OutputLayer, capped
 
 CHUNK = 1 << 18
 """The number of logits whose losses a CPU thread computes at a time: 1 MiB in float32, which fits

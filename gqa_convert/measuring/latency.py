@@ -28,10 +28,11 @@ from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families import loading
 from gqa_convert.families.context_length import stated_positions
 from gqa_convert.families.layerwise import kv_heads_by_layer
-from gqa_convert.measuring import Progress, memory_explained, no_progress
-from gqa_convert.measuring.results import BenchmarkFile, TimedCell
 from gqa_convert.runtime.json_objects import Config
 from gqa_convert.runtime.machine import chosen_device, measurement
+
+from . import Progress, memory_explained, no_progress
+from .results import BenchmarkFile, TimedCell
 
 CONTEXT = 512
 """The default number of cached tokens."""

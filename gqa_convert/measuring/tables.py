@@ -4,13 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gqa_convert.measuring.results import (
-    BenchmarkFile,
-    EvaluationFile,
-    ModelScores,
-    ScoredText,
-)
 from gqa_convert.runtime.messages import size
+
+from .results import BenchmarkFile, EvaluationFile, ModelScores, ScoredText
 
 Row = dict[str, str]
 """Cells by the headings of their columns, which are the same in all rows of a table."""

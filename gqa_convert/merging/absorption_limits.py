@@ -9,8 +9,9 @@ import numpy as np
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
 from gqa_convert.families.rotary import rotary_pairs
-from gqa_convert.merging.attention_heads import LayerLayout
-from gqa_convert.merging.factorisation import Array
+
+from .attention_heads import LayerLayout
+from .factorisation import Array
 
 _CLIPPED = "it clips the outputs of its projections"
 _NORMED = "its keys are normalised behind their projection"

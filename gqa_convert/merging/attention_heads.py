@@ -17,7 +17,8 @@ from gqa_convert.checkpoint.dtypes import rounded
 from gqa_convert.errors import NonFiniteError
 from gqa_convert.families import layouts
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
-from gqa_convert.merging.factorisation import Array, on_device
+
+from .factorisation import Array, on_device
 
 Tensors = dict[str, Array]
 """Tensors by their names in the files."""

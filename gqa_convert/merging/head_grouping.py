@@ -12,18 +12,10 @@ from dataclasses import replace
 import numpy as np
 from array_api_compat import array_namespace
 
-from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads
-from gqa_convert.merging.factorisation import (
-    Array,
-    Channels,
-    adjoint,
-    as_numpy,
-    on_device,
-    times,
-    weigh,
-)
-from gqa_convert.merging.merge_layer import Moments, key_channels, value_channels
+from .absorption_limits import AbsorptionLimits
+from .attention_heads import Heads
+from .factorisation import Array, Channels, adjoint, as_numpy, on_device, times, weigh
+from .merge_layer import Moments, key_channels, value_channels
 
 _KEPT = 32
 """Number of leading directions of a head that are compared: with all, a fit at Llama-2-7B's width

@@ -10,17 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from array_api_compat import array_namespace
 
-from gqa_convert.merging.absorption_limits import AbsorptionLimits
-from gqa_convert.merging.attention_heads import Heads, regroup_heads
-from gqa_convert.merging.factorisation import (
-    Array,
-    Channels,
-    adjoint,
-    factor,
-    gram,
-    on_device,
-    root,
-)
+from .absorption_limits import AbsorptionLimits
+from .attention_heads import Heads, regroup_heads
+from .factorisation import Array, Channels, adjoint, factor, gram, on_device, root
 
 
 @dataclass(frozen=True)
@@ -182,9 +174,7 @@ def key_trials(
         key_maps = xp.astype(merged.keys, key_inverse.dtype) @ key_inverse
         query_maps = xp.astype(merged.queries, query_inverse.dtype) @ query_inverse[:, None]
         return replace(
-            heads,
-            keys=single(key_maps) @ own_rows,
-            queries=single(query_maps) @ own_queries,
+            heads, keys=single(key_maps) @ own_rows, queries=single(query_maps) @ own_queries
         )
 
     return trial

@@ -73,17 +73,14 @@ MEAN = MergeMethod(
     pooling="mean",
 )
 FIRST = MergeMethod(
-    name="first",
-    card_sentence="of the K/V heads of a group the first was kept",
-    pooling="first",
+    name="first", card_sentence="of the K/V heads of a group the first was kept", pooling="first"
 )
 REPEAT = MergeMethod(
     name="repeat",
     card_sentence="K/V heads were repeated exactly; the model computes what its source does",
 )
 COPY = MergeMethod(
-    name="copy",
-    card_sentence="nothing was changed; the model computes what its source does",
+    name="copy", card_sentence="nothing was changed; the model computes what its source does"
 )
 
 METHODS = {method.name: method for method in (FIT, FACTOR, MEAN, FIRST, REPEAT, COPY)}

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.errors import NonFiniteError
-from gqa_convert.merging.factorisation import Array
-from gqa_convert.merging.methods import Pooling
+
+from .factorisation import Array
+from .methods import Pooling
 
 POOLINGS: Mapping[Pooling, Callable[[Array], Array]] = {
     "mean": lambda heads: np.asarray(reduce(np.add, heads) / len(heads)),

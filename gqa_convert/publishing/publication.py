@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqa_convert.errors import GQAConvertError, NoSpaceError, OutputError, is_disk_full
-from gqa_convert.publishing.atomic_files import sync
-from gqa_convert.publishing.locks import try_lock
-from gqa_convert.publishing.ownership import foreign_files
 from gqa_convert.runtime.messages import some
+
+from .atomic_files import sync
+from .locks import try_lock
+from .ownership import foreign_files
 
 _LOCK = re.compile(r"\..+\.gqa-convert-[0-9a-f]{8}\.lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

@@ -19,7 +19,8 @@ from typing import Any
 
 from gqa_convert._version import __version__
 from gqa_convert.errors import OptionError
-from gqa_convert.runtime.json_objects import JsonObject
+
+from .json_objects import JsonObject
 
 STATED = "GQA_CONVERT_MACHINE"
 """The environment variable that tests set: a JSON object of answers, by the names that `_stated` is

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from gqa_convert.runtime.machine import _stated, usable_cores
+from .machine import _stated, usable_cores
 
 GPUS: dict[str, tuple[int, int]] = tomllib.loads(
     Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8")

@@ -104,9 +104,7 @@ def ask_transformers(folder: Path) -> tuple[list[TokenIds], Outcome]:
                 begun = [config["decoder_start_token_id"]]
             # Whisper's own `generate` decodes by windows
             made = GenerationMixin.generate(
-                model,
-                **read | {written: torch.tensor([begun])},
-                decoder_start_token_id=begun[0],
+                model, **read | {written: torch.tensor([begun])}, decoder_start_token_id=begun[0]
             )
             tokens.append(made[0, len(begun) :].tolist())
             found = model(**read | {written: made[:, :-1]}).logits

@@ -33,16 +33,11 @@ from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.runtime.json_objects import Result
 from gqa_convert.runtime.speed import GPUS
 from gqa_convert.sharding import layers, number_of_shards
-from gqa_convert.training.models import (
-    check_lora,
-    fix_towers,
-    recompute,
-    target_modules,
-    turn_dropout_off,
-)
-from gqa_convert.training.opening import sample_settings
-from gqa_convert.training.optimizers import OPTIMIZERS
-from gqa_convert.training.recipe import Recipe, read_recipe
+
+from .models import check_lora, fix_towers, recompute, target_modules, turn_dropout_off
+from .opening import sample_settings
+from .optimizers import OPTIMIZERS
+from .recipe import Recipe, read_recipe
 
 OF_MACHINE = 8
 """The assumed number of GPUs of a machine."""

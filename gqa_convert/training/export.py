@@ -18,7 +18,8 @@ from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.ownership import WRITTEN, list_written
 from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import JsonObject
-from gqa_convert.training.checkpoints import StateDict
+
+from .checkpoints import StateDict
 
 
 def export_model(

@@ -16,7 +16,8 @@ import torch
 from gqa_convert.errors import MissingExtraError
 from gqa_convert.processes import rank
 from gqa_convert.runtime.json_objects import JsonObject, Result
-from gqa_convert.training.recipe import Recipe
+
+from .recipe import Recipe
 
 
 @dataclass(slots=True, kw_only=True)

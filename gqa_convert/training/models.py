@@ -16,8 +16,9 @@ from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.processes import started
 from gqa_convert.sharding import layers, load, replicate, shard
-from gqa_convert.training.opening import NEEDS_HEAD
-from gqa_convert.training.recipe import Lora, Recipe
+
+from .opening import NEEDS_HEAD
+from .recipe import Lora, Recipe
 
 _OTHERWISE_IN_TRAINING = ("moe_token_dropout", "moe_eval_capacity_token_fraction")
 """What the experts and the routers of NLLB-MoE have, which compute something else in training."""

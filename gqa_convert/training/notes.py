@@ -8,7 +8,8 @@ from typing import Any
 
 from gqa_convert.data.samples import Samples
 from gqa_convert.runtime.machine import multiplies_bfloat16
-from gqa_convert.training.recipe import Recipe
+
+from .recipe import Recipe
 
 OFTEN = 4
 """Times that a text can be read before it teaches much less than as much new text (Muennighoff et

@@ -18,11 +18,7 @@ from gqa_convert.data.samples import EvaluationBlocks, Samples, evaluation_block
 from gqa_convert.data.sources import KINDS, DatasetCommits, find_commits
 from gqa_convert.data.token_files import OnTokenize, default_cache
 from gqa_convert.errors import InterruptedRunError, RecipeError, StoppedError
-from gqa_convert.families.context_length import (
-    SPAN_LENGTH,
-    block_length,
-    stated_positions,
-)
+from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.families.loading import (
     check_language_model,
     explained,
@@ -32,7 +28,8 @@ from gqa_convert.families.loading import (
 )
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
 from gqa_convert.runtime.json_objects import Result
-from gqa_convert.training.recipe import Recipe, read_recipe
+
+from .recipe import Recipe, read_recipe
 
 NEEDS_HEAD = (
     "uptraining trains the predictions of one; name the language model that the checkpoint was "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # recipes are read without torch
     from torch import nn
     from torch.optim import Optimizer
 
-    from gqa_convert.training.recipe import Recipe
+    from .recipe import Recipe
 
 
 class OptimizerFacts(NamedTuple):

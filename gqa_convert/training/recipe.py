@@ -39,7 +39,8 @@ from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
 from gqa_convert.runtime.json_objects import plain
 from gqa_convert.runtime.paths import local_path
-from gqa_convert.training.optimizers import OPTIMIZERS
+
+from .optimizers import OPTIMIZERS
 
 Tracker = Literal[
     "aim", "clearml", "comet_ml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"

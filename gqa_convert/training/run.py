@@ -25,31 +25,19 @@ from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.publication import check_destination
 from gqa_convert.runtime.machine import machine, measurement
 from gqa_convert.sharding import number_of_shards, unwrapped
-from gqa_convert.training.checkpoints import Progress, state_of
-from gqa_convert.training.export import export_model, merged_model
-from gqa_convert.training.metrics import (
-    RunSummary,
-    StepMetrics,
-    check_trackers,
-    log_step,
-    read_metrics,
-    recovery,
-)
-from gqa_convert.training.models import (
-    check_lora,
-    load_student,
-    load_teacher,
-    place,
-    set_execution,
-)
-from gqa_convert.training.notes import notes
-from gqa_convert.training.opening import Opened, open_recipe
-from gqa_convert.training.optimizers import build_optimizer, share_of_peak
-from gqa_convert.training.recipe import Recipe, make_recipe
-from gqa_convert.training.run_folder import RunFolder
-from gqa_convert.training.stopping import StopRequests
-from gqa_convert.training.trainer import Trainer, remove_output
-from gqa_convert.training.uptrain import Caller
+
+from .checkpoints import Progress, state_of
+from .export import export_model, merged_model
+from .metrics import RunSummary, StepMetrics, check_trackers, log_step, read_metrics, recovery
+from .models import check_lora, load_student, load_teacher, place, set_execution
+from .notes import notes
+from .opening import Opened, open_recipe
+from .optimizers import build_optimizer, share_of_peak
+from .recipe import Recipe, make_recipe
+from .run_folder import RunFolder
+from .stopping import StopRequests
+from .trainer import Trainer, remove_output
+from .uptrain import Caller
 
 Export = Callable[[Path], RunSummary | None]
 """Writes the model as it is now to a folder; see `export`."""

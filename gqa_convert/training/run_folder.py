@@ -13,9 +13,10 @@ from gqa_convert.errors import LaunchError, OutputError
 from gqa_convert.publishing.atomic_files import write_json, write_whole
 from gqa_convert.publishing.locks import try_lock
 from gqa_convert.publishing.publication import sweep
-from gqa_convert.training.checkpoints import Checkpoints
-from gqa_convert.training.metrics import RunSummary, read_metrics
-from gqa_convert.training.recipe import Recipe
+
+from .checkpoints import Checkpoints
+from .metrics import RunSummary, read_metrics
+from .recipe import Recipe
 
 LOCK = ".lock"
 """The file in the output folder that a run holds locked."""

@@ -23,10 +23,11 @@ from gqa_convert.losses.distillation import CombinedLoss, combined_loss, labelle
 from gqa_convert.losses.output_layer import remove_output_layer, removed_output_layer
 from gqa_convert.processes import rank, started, summed, together
 from gqa_convert.sharding import is_sharded, reshard, unwrapped, whole
-from gqa_convert.training.checkpoints import Progress
-from gqa_convert.training.metrics import StepMetrics
-from gqa_convert.training.optimizers import share_of_peak
-from gqa_convert.training.recipe import Recipe
+
+from .checkpoints import Progress
+from .metrics import StepMetrics
+from .optimizers import share_of_peak
+from .recipe import Recipe
 
 
 @dataclass

@@ -16,12 +16,14 @@ from gqa_convert.errors import (
 )
 from gqa_convert.families.loading import quiet
 from gqa_convert.processes import Say, out_of_memory, taking_part
-from gqa_convert.training.recipe import read_recipe
-from gqa_convert.training.stopping import StopRequests
+
+from .recipe import read_recipe
+from .stopping import StopRequests
 
 if TYPE_CHECKING:  # these import numpy and torch
     from gqa_convert.data.token_files import OnTokenize
-    from gqa_convert.training.metrics import OnStep, RunSummary
+
+    from .metrics import OnStep, RunSummary
 
 
 @dataclass
@@ -75,7 +77,7 @@ def uptrain_checkpoint(
     try:
         with StopRequests() as stops, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of torch and transformers for developers
-            from gqa_convert.training.run import uptrain
+            from .run import uptrain
 
             with taking_part(), quiet():
                 return uptrain(recipe, stops, caller)

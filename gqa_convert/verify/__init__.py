@@ -14,7 +14,7 @@ package may import.
 `verify_checkpoint` in `run` leads.
 """
 
-from gqa_convert.verify.report import Check, VerificationReport
-from gqa_convert.verify.run import verify_checkpoint
+from .report import Check, VerificationReport
+from .run import verify_checkpoint
 
 __all__ = ["Check", "VerificationReport", "verify_checkpoint"]

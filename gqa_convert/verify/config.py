@@ -8,9 +8,10 @@ from gqa_convert.families.family import TESTED, TESTED_KEY, Modeling
 from gqa_convert.families.layerwise import restate
 from gqa_convert.families.legacy_config_keys import legacy_config_keys
 from gqa_convert.publishing.ownership import hash_file
-from gqa_convert.verify.inputs import CONFIG, PROVENANCE, JsonObject
-from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import FITTED, Result
+
+from .inputs import CONFIG, PROVENANCE, JsonObject
+from .report import Failure
+from .result import FITTED, Result
 
 
 def compare_json(where: str, found: JsonObject, expected: JsonObject) -> None:

@@ -15,10 +15,11 @@ from gqa_convert.errors import first_line
 from gqa_convert.families.family import MODELING
 from gqa_convert.families.loading import load_tokenizer, read_object
 from gqa_convert.publishing.ownership import hash_file
-from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.inputs import CONFIG, PROVENANCE, Inputs, JsonObject, Weights
-from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import Result
+
+from .config import compare_json
+from .inputs import CONFIG, PROVENANCE, Inputs, JsonObject, Weights
+from .report import Failure
+from .result import Result
 
 _WEIGHTS = re.compile(
     r"""

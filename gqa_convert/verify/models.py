@@ -14,11 +14,12 @@ from torch.func import functional_call
 from gqa_convert.errors import first_line
 from gqa_convert.families import loading
 from gqa_convert.families.layerwise import heads_text
-from gqa_convert.verify.files import check_tokenizer
-from gqa_convert.verify.inputs import Progress, Tensors
-from gqa_convert.verify.probe import logits, make_inputs, run
-from gqa_convert.verify.report import Check, Failure, VerificationReport
-from gqa_convert.verify.result import MERGED, Module, Result, read_modules
+
+from .files import check_tokenizer
+from .inputs import Progress, Tensors
+from .probe import logits, make_inputs, run
+from .report import Check, Failure, VerificationReport
+from .result import MERGED, Module, Result, read_modules
 
 FLOAT32_LIMIT = 3_000_000_000
 """Models of more parameters run in the checkpoint's own type, to fit in memory."""

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gqa_convert.errors import ConfigError, CorruptCheckpointError, first_line
-from gqa_convert.verify.inputs import JsonObject
+
+from .inputs import JsonObject
 
 
 class Failure(Exception):  # noqa: N818 - a result about OUT, never shown to a user as an exception

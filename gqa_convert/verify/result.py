@@ -18,8 +18,9 @@ from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import config_value
 from gqa_convert.families.family import AttentionKind, Family
 from gqa_convert.families.layerwise import heads_text, is_run
-from gqa_convert.verify.inputs import Inputs, Tensors, Weights
-from gqa_convert.verify.report import Failure
+
+from .inputs import Inputs, Tensors, Weights
+from .report import Failure
 
 PLAIN = ("mean", "first")
 """Methods whose K/V heads follow from SOURCE's K/V heads alone and are proven bit for bit."""

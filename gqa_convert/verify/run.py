@@ -4,18 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gqa_convert.errors import UnsupportedFamilyError
-from gqa_convert.verify.config import check_config, check_provenance
-from gqa_convert.verify.files import check_copied, check_hashes, open_result
-from gqa_convert.verify.inputs import Progress, read_inputs
-from gqa_convert.verify.models import check_models
-from gqa_convert.verify.report import VerificationReport
-from gqa_convert.verify.result import Result
-from gqa_convert.verify.tensors import (
-    check_headers,
-    check_merged,
-    check_spans,
-    check_untouched,
-)
+
+from .config import check_config, check_provenance
+from .files import check_copied, check_hashes, open_result
+from .inputs import Progress, read_inputs
+from .models import check_models
+from .report import VerificationReport
+from .result import Result
+from .tensors import check_headers, check_merged, check_spans, check_untouched
 
 
 def _show_nothing(*_: object) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gqa_convert.checkpoint.dtypes import TORCH
-from gqa_convert.verify.config import compare_json
-from gqa_convert.verify.inputs import JsonObject, Progress, Tensors
-from gqa_convert.verify.report import Failure
-from gqa_convert.verify.result import FITTED, MERGED, PLAIN, HeadTensor, Module, Result, Role
+
+from .config import compare_json
+from .inputs import JsonObject, Progress, Tensors
+from .report import Failure
+from .result import FITTED, MERGED, PLAIN, HeadTensor, Module, Result, Role
 
 _EXACT = 1e-6
 """Of a head's size: what arithmetic in float32 may add to twice the rounding of the result."""

@@ -12,12 +12,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as save_torch
 
-from gqa_convert.checkpoint.headers import (
-    TensorEntry,
-    bits_per_element,
-    build_header,
-    read_header,
-)
+from gqa_convert.checkpoint.headers import TensorEntry, bits_per_element, build_header, read_header
 from gqa_convert.checkpoint.source import open_checkpoint
 from gqa_convert.errors import CorruptCheckpointError, GQAConvertError
 from tests.helpers.checkpoints import CONFIG, llama_arrays, refused

@@ -212,16 +212,7 @@ class TestIndex:
 
 
 @pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"[1]",
-        b"null",
-        b"{",
-        b"\xff\xfe",
-        b"\xef\xbb\xbf{}",
-        b"[" * 99_999,
-    ],
+    "raw", [b"", b"[1]", b"null", b"{", b"\xff\xfe", b"\xef\xbb\xbf{}", b"[" * 99_999]
 )
 def test_a_damaged_config(single: Path, raw: bytes) -> None:
     (single / "config.json").write_bytes(raw)

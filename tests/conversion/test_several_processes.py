@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.shared_conversions import (
-    OPTIONS,
-    assert_same,
-    record,
-    start,
-)
+from tests.helpers.shared_conversions import OPTIONS, assert_same, record, start
 
 
 @pytest.fixture(scope="module")

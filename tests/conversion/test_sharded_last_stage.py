@@ -21,14 +21,7 @@ from gqa_convert.conversion.plan import make_plan
 from tests.helpers import folding_cases as folded
 from tests.helpers.fitting import plan_of
 from tests.helpers.ranks import Job, convert
-from tests.helpers.shared_conversions import (
-    IN_FLOAT32,
-    OPTIONS,
-    SOURCE,
-    assert_same,
-    record,
-    start,
-)
+from tests.helpers.shared_conversions import IN_FLOAT32, OPTIONS, SOURCE, assert_same, record, start
 from tests.helpers.tiny import VOCAB
 
 STEPS = 6

@@ -38,12 +38,7 @@ def chats(tmp_path: Path) -> Path:
 def packed(source: Any, tokenizer: Any, cache: Path) -> dict[str, np.ndarray[Any, Any]]:
     """All blocks of a source, in the order of the text."""
     blocks = evaluation_blocks(
-        [source],
-        tokenizer,
-        objective="causal",
-        sequence_length=LENGTH,
-        tokens=10**6,
-        cache=cache,
+        [source], tokenizer, objective="causal", sequence_length=LENGTH, tokens=10**6, cache=cache
     )
     return blocks.batch(range(len(blocks)))
 

@@ -103,11 +103,7 @@ def test_advice_names_only_what_a_command_has(tmp_path: Path) -> None:
         assert all(text.startswith(f"{path} line 1") and "rename" in text for text in said)
         assert [
             ("--text-field" in text, "`text_field`" in text, "format" in text) for text in said
-        ] == [
-            (False, False, False),
-            (True, False, False),
-            (False, True, True),
-        ]
+        ] == [(False, False, False), (True, False, False), (False, True, True)]
         assert "recipe" not in said[0] + said[1]
 
 

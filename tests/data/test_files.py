@@ -152,10 +152,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         tokens_of(str(tmp_path / "some.parquet"), tmp_path)
     assert tokens_of(
         {"source": str(tmp_path / "some.parquet"), "text_field": "content"}, tmp_path
-    ) == [
-        4,
-        EOS,
-    ]
+    ) == [4, EOS]
     with pytest.raises(
         DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"
     ):

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from gqa_convert.data.model_tokenizer import has_sentinels, sentinel_ids
 from gqa_convert.data.sampler import IGNORED, SampleSettings
 from gqa_convert.data.samples import EvaluationBlocks, Samples
-from gqa_convert.data.span_corruption import (
-    Shape,
-    SpanCorruption,
-    SpanSampler,
-    shape_for,
-)
+from gqa_convert.data.span_corruption import Shape, SpanCorruption, SpanSampler, shape_for
 from gqa_convert.errors import DataError
 from tests.helpers.data_helpers import EOS, PAD, array_tokens, span_tokenizer
 

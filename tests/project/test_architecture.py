@@ -34,9 +34,19 @@ def package_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[tuple[str, str]]:
-    """(module below the package, imported name) of every import of the package in a file."""
+    """(module below the package, imported name) of every import of the package in a file, but for
+    those from its own folder.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            folder = ".".join(("gqa_convert", *path.relative_to(PACKAGE).parent.parts))
+            assert node.level < 2, f"{path}: write `from gqa_convert... import`"
+            is_whole = "modeling" not in path.parts and path.parent != PACKAGE
+            assert not (is_whole and f"{node.module}.".startswith(f"{folder}.")), (
+                f"{path}: write `from .{(node.module or '').removeprefix(folder).lstrip('.')} "
+                "import`"
+            )
         if (
             isinstance(node, ast.ImportFrom)
             and not node.level
@@ -92,7 +102,9 @@ def test_private_names_stay_in_their_package() -> None:
 def test_merging_knows_arrays_only() -> None:
     for path in (PACKAGE / "merging").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules = []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
                 assert module.split(".")[0] in {

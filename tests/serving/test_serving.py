@@ -89,12 +89,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_an_engine_does(
-    out: Path,
-    engines: Engines,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    status: str,
-    words: str,
+    out: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str, status: str, words: str
 ) -> None:
     engines(mode, fake="no-such-package-as-this numpy")
     monkeypatch.setattr(checking, "SECONDS", 1.8 if mode == "hangs" else 60.0)

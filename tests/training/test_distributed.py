@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.distributed_steps import (
-    ADAPTED,
-    CASES,
-    KINDS,
-    read,
-    run_cases,
-    small_model,
-)
+from tests.helpers.distributed_steps import ADAPTED, CASES, KINDS, read, run_cases, small_model
 from tests.helpers.ranks import Job
 
 

@@ -280,10 +280,7 @@ def test_differences() -> None:
     )
     assert recipe.differences(
         make(seed=1, **same, gradient_clipping=None, tokens="20M"), "recorded", "budget"
-    ) == [
-        "tokens was 10000000 and is now 20000000",
-        "gradient_clipping was 1.0 and is now null",
-    ]
+    ) == ["tokens was 10000000 and is now 20000000", "gradient_clipping was 1.0 and is now null"]
     other = make(seed=1, data=["d", {"source": "e", "weight": 2}])
     assert recipe.differences(other, "never") == [
         "data was [{'source': 'd'}] and is now [{'source': 'd'}, {'source': 'e', 'weight': 2.0}]"

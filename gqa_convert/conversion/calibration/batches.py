@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from gqa_convert.conversion.calibration.streams import Calibration, Request
 from gqa_convert.conversion.options import (
     BATCH_TOKENS,
     CalibrationOptions,
@@ -21,6 +20,8 @@ from gqa_convert.families.context_length import reachable_context
 from gqa_convert.families.loading import hears
 from gqa_convert.runtime.machine import chosen_device
 from gqa_convert.runtime.paths import local_path
+
+from .streams import Calibration, Request
 
 _HELD_OUT = 8
 """Times as many tokens are fitted on as the result is measured on."""
@@ -51,11 +52,12 @@ def prepare_calibration(
         OptionError: a number is out of range, or the model's encoder reads no text.
         DataError: the text, the tokenizer or a sound can't be read.
     """
-    from gqa_convert.conversion.calibration.own_text import OwnWriter
-    from gqa_convert.conversion.calibration.pairs import draw_pairs, find_pairs
-    from gqa_convert.conversion.calibration.text import draw_text
-    from gqa_convert.conversion.calibration.texts import open_text
     from gqa_convert.data.sources import is_self
+
+    from .own_text import OwnWriter
+    from .pairs import draw_pairs, find_pairs
+    from .text import draw_text
+    from .texts import open_text
 
     decisions = decisions or decide(plan, options)
     request = _request(plan, options, decisions)
@@ -105,10 +107,7 @@ def _request(plan: Plan, options: CalibrationOptions, decisions: Decisions) -> R
 
 
 def _hear(
-    request: Request,
-    plan: Plan,
-    options: CalibrationOptions,
-    progress: Callable[[int, int], None],
+    request: Request, plan: Plan, options: CalibrationOptions, progress: Callable[[int, int], None]
 ) -> Calibration:
     """Batches of a folder of sound, which the source's encoder hears once.
 
@@ -116,9 +115,10 @@ def _hear(
         OptionError: an option that is for text alone.
         DataError: no folder of sound, or a file that can't be read.
     """
-    from gqa_convert.conversion.calibration.speech import draw_speech
     from gqa_convert.conversion.layers.model_loading import open_model
     from gqa_convert.data.speech import SpeechModel, list_audio_files
+
+    from .speech import draw_speech
 
     name = plan.checkpoint.source_id
     sources = each_of(options.source)

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gqa_convert.conversion.calibration.streams import Batches, Request, calibration_length_for
-from gqa_convert.conversion.calibration.stretched_blocks import stretched
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.data.model_tokenizer import beginning_of_text, decoder_start, has_sentinels
 from gqa_convert.data.order import Integers, mix, shuffled
@@ -20,6 +18,9 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import SPAN_LENGTH, block_length, stated_positions
 from gqa_convert.families.loading import is_encoder_decoder
 from gqa_convert.runtime.json_objects import Config
+
+from .streams import Batches, Request, calibration_length_for
+from .stretched_blocks import stretched
 
 WORDS = {
     "causal": "tokens",

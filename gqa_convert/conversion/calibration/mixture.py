@@ -14,19 +14,14 @@ the blocks therefore comes from
 
 import math
 
-from gqa_convert.conversion.calibration.blocks import Text
-from gqa_convert.conversion.calibration.made_up_records import record_blocks
-from gqa_convert.conversion.calibration.own_text import (
-    Kind,
-    OwnWriter,
-    first_texts,
-    has_chat_template,
-    with_spare,
-)
-from gqa_convert.conversion.calibration.streams import Request
-from gqa_convert.conversion.calibration.texts import OpenText, TextReader, open_text
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import DataError
+
+from .blocks import Text
+from .made_up_records import record_blocks
+from .own_text import Kind, OwnWriter, first_texts, has_chat_template, with_spare
+from .streams import Request
+from .texts import OpenText, TextReader, open_text
 
 OWN_SHARE = 0.10
 """Of all blocks, half of them conversations where the source writes any."""

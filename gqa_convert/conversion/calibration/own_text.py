@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.calibration.texts import OpenText
 from gqa_convert.data.files import Fields, Files
 from gqa_convert.data.model_tokenizer import check_vocabulary, refuse_languages, template_of_one_day
 from gqa_convert.data.order import mix, shuffled
@@ -33,6 +32,8 @@ from gqa_convert.families.generating import generating_with
 from gqa_convert.publishing.atomic_files import write_whole
 from gqa_convert.runtime.machine import multiplies_bfloat16
 from gqa_convert.runtime.paths import local_path
+
+from .texts import OpenText
 
 LENGTH = 512
 """The most tokens of a document or an answer."""

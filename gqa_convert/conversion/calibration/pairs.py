@@ -10,19 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gqa_convert.conversion.calibration.blocks import block_form
-from gqa_convert.conversion.calibration.own_text import OwnWriter, with_spare
-from gqa_convert.conversion.calibration.streams import (
-    Batch,
-    Batches,
-    Calibration,
-    Request,
-    digest_of,
-    divided,
-    largest_token,
-    shortage,
-)
-from gqa_convert.conversion.calibration.texts import OVERSAMPLING, OpenText
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.data.encoders import PairEncoder
 from gqa_convert.data.files import Fields
@@ -39,6 +26,20 @@ from gqa_convert.data.sources import SELF, TextSource, first_row
 from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import is_encoder_decoder, read_config
+
+from .blocks import block_form
+from .own_text import OwnWriter, with_spare
+from .streams import (
+    Batch,
+    Batches,
+    Calibration,
+    Request,
+    digest_of,
+    divided,
+    largest_token,
+    shortage,
+)
+from .texts import OVERSAMPLING, OpenText
 
 _INPUT = "source"
 _FIELDS = (_INPUT, "target")

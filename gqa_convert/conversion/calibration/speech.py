@@ -12,16 +12,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.calibration.streams import (
-    Batches,
-    Calibration,
-    Request,
-    digest_of,
-    divided,
-)
 from gqa_convert.data.order import mix, shuffled
 from gqa_convert.data.speech import AudioFile, SpeechModel, Window, cut_windows
 from gqa_convert.errors import DataError
+
+from .streams import Batches, Calibration, Request, digest_of, divided
 
 _AT_ONCE = 16
 """Windows of a batch."""

@@ -7,29 +7,18 @@ encoder-decoders read a block and predict the same block, as in denoising withou
 
 from collections.abc import Sequence
 
-from gqa_convert.conversion.calibration.blocks import (
-    WORDS,
-    Text,
-    batches_of,
-    block_form,
-    draw_blocks,
-)
-from gqa_convert.conversion.calibration.mixture import mix_in
-from gqa_convert.conversion.calibration.own_text import OwnWriter, with_spare
-from gqa_convert.conversion.calibration.streams import (
-    Calibration,
-    Request,
-    digest_of,
-    largest_token,
-    shortage,
-)
-from gqa_convert.conversion.calibration.texts import OpenText, TextReader
 from gqa_convert.conversion.options import BATCH_TOKENS
 from gqa_convert.data.folders import source_files
 from gqa_convert.data.model_tokenizer import check_vocabulary, usable_tokenizer
 from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import read_config
+
+from .blocks import WORDS, Text, batches_of, block_form, draw_blocks
+from .mixture import mix_in
+from .own_text import OwnWriter, with_spare
+from .streams import Calibration, Request, digest_of, largest_token, shortage
+from .texts import OpenText, TextReader
 
 _LEAST = 64
 """Tokens of calibration text; with fewer, anything fits."""

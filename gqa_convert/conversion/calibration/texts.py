@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gqa_convert.conversion.calibration.blocks import BlockForm
 from gqa_convert.data.encoders import ids_of, text_encoder
 from gqa_convert.data.files import Files, Piece
 from gqa_convert.data.order import Integers
 from gqa_convert.data.sources import Source, TextSource, as_source, open_source
 from gqa_convert.data.token_files import batched, tokenize
+
+from .blocks import BlockForm
 
 OVERSAMPLING = 16
 """From a text that is larger, this many times the requested tokens are read before samples are

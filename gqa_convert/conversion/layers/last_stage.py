@@ -18,17 +18,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gqa_convert.conversion.calibration.streams import Batch, tokens_of
-from gqa_convert.conversion.layers.attention_calls import own_rows, parts_of
-from gqa_convert.conversion.layers.layer_store import HALFWAY, SharedStore, layer_key
-from gqa_convert.conversion.layers.merged_attention import MergedAttention
-from gqa_convert.conversion.layers.model_loading import (
-    Precision,
-    find_modules,
-    list_elements,
-    wrapped_forward,
-)
-from gqa_convert.conversion.layers.optimizer import RelativeAdam
-from gqa_convert.conversion.layers.source_layers import layouts_of
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import ALL_TOGETHER, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
@@ -36,6 +25,13 @@ from gqa_convert.merging.attention_heads import Tensors
 from gqa_convert.processes import by_first, count, rank, total
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.sharding import idle_passes, is_sharded, shard_as, whole
+
+from .attention_calls import own_rows, parts_of
+from .layer_store import HALFWAY, SharedStore, layer_key
+from .merged_attention import MergedAttention
+from .model_loading import Precision, find_modules, list_elements, wrapped_forward
+from .optimizer import RelativeAdam
+from .source_layers import layouts_of
 
 RATE = 0.005
 """Of `RelativeAdam`."""

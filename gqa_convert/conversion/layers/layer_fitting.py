@@ -9,21 +9,17 @@ from typing import Any
 import torch
 
 from gqa_convert.conversion.calibration.streams import Batch, tokens_of
-from gqa_convert.conversion.layers.layer_store import SharedStore, layer_key
-from gqa_convert.conversion.layers.layer_walk import (
-    LayerWalk,
-    Replacements,
-    Stream,
-    check_finite,
-)
-from gqa_convert.conversion.layers.merged_attention import MergedAttention
-from gqa_convert.conversion.layers.model_loading import walked_weights, weights_in_memory
-from gqa_convert.conversion.layers.one_layer import FitOptions, OneLayer
-from gqa_convert.conversion.layers.source_layers import layouts_of, open_layers
 from gqa_convert.conversion.plan import Plan
 from gqa_convert.conversion.progress import MERGING_LAYERS, FitProgress, OnProgress
 from gqa_convert.losses.distillation import summed_divergence
 from gqa_convert.processes import total
+
+from .layer_store import SharedStore, layer_key
+from .layer_walk import LayerWalk, Replacements, Stream, check_finite
+from .merged_attention import MergedAttention
+from .model_loading import walked_weights, weights_in_memory
+from .one_layer import FitOptions, OneLayer
+from .source_layers import layouts_of, open_layers
 
 
 def fit_layers(
@@ -59,12 +55,7 @@ def fit_layers(
 
 
 def measure_divergence(
-    plan: Plan,
-    store: SharedStore,
-    model: Any,
-    batches: Sequence[Batch],
-    *,
-    on_host: bool = False,
+    plan: Plan, store: SharedStore, model: Any, batches: Sequence[Batch], *, on_host: bool = False
 ) -> float:
     """KL(source || result) in nats per token, in float32, with the tensors that the store holds,
     last stage included.

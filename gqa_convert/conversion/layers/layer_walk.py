@@ -20,27 +20,13 @@ import torch
 from torch import Tensor
 
 from gqa_convert.conversion.calibration.streams import Batch, tokens_of
-from gqa_convert.conversion.layers.attention_calls import (
-    MASSIVE,
-    AttentionCall,
-    CapturedAttention,
-    own_rows,
-)
-from gqa_convert.conversion.layers.model_loading import (
-    find_modules,
-    list_elements,
-    running_device,
-    wrapped_forward,
-)
-from gqa_convert.conversion.layers.residual_stream import (
-    StreamPlace,
-    find_stream,
-    first_tensor,
-    on_passing,
-)
 from gqa_convert.errors import NonFiniteError, UnsupportedFamilyError
 from gqa_convert.processes import gathered
 from gqa_convert.sharding import idle_passes, whole_weights
+
+from .attention_calls import MASSIVE, AttentionCall, CapturedAttention, own_rows
+from .model_loading import find_modules, list_elements, running_device, wrapped_forward
+from .residual_stream import StreamPlace, find_stream, first_tensor, on_passing
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a layer or an attention module is called with behind hidden states, by position and by name.

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.layers.source_layers import SourceLayer
 from gqa_convert.errors import UnsupportedFamilyError
 from gqa_convert.families import layouts
 from gqa_convert.merging.attention_heads import LayerLayout, Tensors
+
+from .source_layers import SourceLayer
 
 
 class _Projection(NamedTuple):

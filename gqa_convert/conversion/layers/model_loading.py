@@ -14,12 +14,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa_convert.checkpoint.source import open_checkpoint
-from gqa_convert.conversion.resources import (
-    WEIGHTS_SHARE,
-    free_memory,
-    half_type,
-    held_bytes,
-)
+from gqa_convert.conversion.resources import WEIGHTS_SHARE, free_memory, half_type, held_bytes
 from gqa_convert.errors import ConfigError
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, load_model

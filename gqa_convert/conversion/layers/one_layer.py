@@ -16,23 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.layers.attention_calls import (
-    AttentionCall,
-    CapturedAttention,
-    here,
-)
-from gqa_convert.conversion.layers.layer_store import LayerRecord
-from gqa_convert.conversion.layers.merged_attention import MergedAttention, check_holds
-from gqa_convert.conversion.layers.model_loading import Precision
-from gqa_convert.conversion.layers.optimizer import RelativeAdam, batch_order
-from gqa_convert.conversion.layers.source_layers import SourceLayer
-from gqa_convert.conversion.layers.statistics import Regression, best_strength, heads_on, moments_of
 from gqa_convert.merging.attention_heads import Heads, Tensors, regroup_heads, rows_first
 from gqa_convert.merging.factorisation import as_numpy
 from gqa_convert.merging.head_grouping import find_head_order, reorder_heads
 from gqa_convert.merging.merge_layer import Moments, key_trials, merge_layer
 from gqa_convert.merging.methods import MergeMethod
 from gqa_convert.processes import by_first, total
+
+from .attention_calls import AttentionCall, CapturedAttention, here
+from .layer_store import LayerRecord
+from .merged_attention import MergedAttention, check_holds
+from .model_loading import Precision
+from .optimizer import RelativeAdam, batch_order
+from .source_layers import SourceLayer
+from .statistics import Regression, best_strength, heads_on, moments_of
 
 RATE = 0.03
 """Of the gradient stage's `RelativeAdam`."""

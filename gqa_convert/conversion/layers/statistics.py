@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa_convert.conversion.layers.attention_calls import AttentionCall, here
-from gqa_convert.conversion.layers.source_layers import SourceLayer
 from gqa_convert.merging.attention_heads import Heads
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.merging.merge_layer import Moments
 from gqa_convert.processes import gathered, total
+
+from .attention_calls import AttentionCall, here
+from .source_layers import SourceLayer
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Of a ridge regression, relative to the mean of the Gram matrix's diagonal."""

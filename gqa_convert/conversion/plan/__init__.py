@@ -5,15 +5,8 @@ Everything that can be refused without reading weights is refused here. The plan
 needs no torch.
 """
 
-from gqa_convert.conversion.plan.layer_kv_heads import merging_counts, spread
-from gqa_convert.conversion.plan.making import make_plan
-from gqa_convert.conversion.plan.model import OutputFile, Plan, TensorChange
+from .layer_kv_heads import merging_counts, spread
+from .making import make_plan
+from .model import OutputFile, Plan, TensorChange
 
-__all__ = [
-    "OutputFile",
-    "Plan",
-    "TensorChange",
-    "make_plan",
-    "merging_counts",
-    "spread",
-]
+__all__ = ["OutputFile", "Plan", "TensorChange", "make_plan", "merging_counts", "spread"]

@@ -4,10 +4,6 @@ from collections.abc import Iterator, Sequence, Set
 
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.plan.completeness import check_layers
-from gqa_convert.conversion.plan.configs import converted_config, modeling_keys
-from gqa_convert.conversion.plan.layer_kv_heads import layer_kv_heads
-from gqa_convert.conversion.plan.model import OutputFile, Plan, TensorChange
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families import decilm
 from gqa_convert.families.geometry import AttentionFinder, AttentionLayer
@@ -19,6 +15,11 @@ from gqa_convert.merging.absorption_limits import AbsorptionLimits, find_absorpt
 from gqa_convert.merging.methods import COPY, MEAN, REPEAT, MergeMethod, choose_method
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.messages import some
+
+from .completeness import check_layers
+from .configs import converted_config, modeling_keys
+from .layer_kv_heads import layer_kv_heads
+from .model import OutputFile, Plan, TensorChange
 
 
 def make_plan(

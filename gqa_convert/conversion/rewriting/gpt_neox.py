@@ -1,16 +1,12 @@
 """GPT-NeoX with parallel blocks as phi, which computes the same with one norm in each block."""
 
 from gqa_convert.checkpoint.source import Checkpoint
-from gqa_convert.conversion.rewriting.arrays import head_rows
-from gqa_convert.conversion.rewriting.other_form import OtherForm
-from gqa_convert.conversion.rewriting.stock_config import (
-    NoStockClassError,
-    read_entries,
-    refused_value,
-    stock_config,
-)
 from gqa_convert.families import layouts
 from gqa_convert.runtime.json_objects import Config, JsonObject
+
+from .arrays import head_rows
+from .other_form import OtherForm
+from .stock_config import NoStockClassError, read_entries, refused_value, stock_config
 
 _COUNTS = (
     "vocab_size",

@@ -8,10 +8,11 @@ from typing import Any
 from gqa_convert.checkpoint.headers import TensorEntry
 from gqa_convert.checkpoint.source import Checkpoint, Recipe, Shard
 from gqa_convert.conversion.plan.making import safetensors_name
-from gqa_convert.conversion.rewriting import arrays
 from gqa_convert.errors import ConfigError, UnsupportedFormatError
 from gqa_convert.merging.factorisation import Array
 from gqa_convert.runtime.json_objects import JsonObject
+
+from . import arrays
 
 Shape = tuple[int, ...]
 Compute = Callable[..., Any]

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 from gqa_convert.checkpoint.source import CONFIG, Checkpoint, open_checkpoint
 from gqa_convert.checkpoint.source_files import SourceFiles
 from gqa_convert.conversion.progress import REWRITING, FitProgress, OnProgress
-from gqa_convert.conversion.rewriting.gpt2 import rewrite_gpt2
-from gqa_convert.conversion.rewriting.gpt_neox import rewrite_gpt_neox
-from gqa_convert.conversion.rewriting.stock_config import NoStockClassError
 from gqa_convert.conversion.writing import check_room, copy_files, write_file, write_index
 from gqa_convert.errors import OptionError
 from gqa_convert.families.table import FAMILIES
 from gqa_convert.publishing.atomic_files import write_json
 from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import Config
+
+from .gpt2 import rewrite_gpt2
+from .gpt_neox import rewrite_gpt_neox
+from .stock_config import NoStockClassError
 
 
 class StockType(NamedTuple):
@@ -38,10 +39,7 @@ class StockType(NamedTuple):
 
 STOCK_TYPES = (
     StockType(
-        "gpt_neox",
-        "phi",
-        "`use_parallel_residual` (Pythia, GPT-NeoX-20B)",
-        rewrite_gpt_neox,
+        "gpt_neox", "phi", "`use_parallel_residual` (Pythia, GPT-NeoX-20B)", rewrite_gpt_neox
     ),
     StockType(
         "gpt2",

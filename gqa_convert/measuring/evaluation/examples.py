@@ -26,8 +26,9 @@ from gqa_convert.data.span_corruption import SpanCorruption
 from gqa_convert.data.speech import AudioFile, SpeechModel, cut_windows, list_audio_files
 from gqa_convert.errors import DataError
 from gqa_convert.measuring import StageProgress
-from gqa_convert.measuring.evaluation.candidates import CAUSAL, SPANS, SPEECH, Candidate
 from gqa_convert.runtime.paths import local_path
+
+from .candidates import CAUSAL, SPANS, SPEECH, Candidate
 
 BLOCK = 2048
 """The bytes in a block of text, the unit over which standard errors are computed."""

@@ -1,6 +1,6 @@
 """What a causal model finds in long texts: it continues prompts greedily, and exact answers count.
 
-    from gqa_convert.measuring.evaluation.retrieval import ask, share_found
+    from .retrieval import ask, share_found
 
     answers = ask(model, tokenizer, lengths=[512, 2048], questions=24)
     share_found(answers).value
@@ -23,17 +23,12 @@ from gqa_convert.errors import OptionError
 from gqa_convert.families.generating import generating_with
 from gqa_convert.families.loading import cache_name
 from gqa_convert.measuring import StageProgress, no_progress
-from gqa_convert.measuring.evaluation.candidates import CAUSAL, Candidate, common_length
-from gqa_convert.measuring.evaluation.retrieval_texts import (
-    KINDS,
-    PER_TEXT,
-    Question,
-    RetrievalText,
-    make_text,
-)
-from gqa_convert.measuring.evaluation.scoring import Mean, mean
 from gqa_convert.measuring.results import AskedQuestions, Found
 from gqa_convert.runtime.json_objects import JsonObject
+
+from .candidates import CAUSAL, Candidate, common_length
+from .retrieval_texts import KINDS, PER_TEXT, Question, RetrievalText, make_text
+from .scoring import Mean, mean
 
 QUESTIONS = 24
 """Of each kind at each length, by default."""

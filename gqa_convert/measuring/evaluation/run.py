@@ -14,27 +14,15 @@ from gqa_convert.data.speech import AudioFile, SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
 from gqa_convert.measuring import Progress, memory_explained, no_progress
-from gqa_convert.measuring.evaluation import scoring
-from gqa_convert.measuring.evaluation.candidates import (
-    SPANS,
-    Candidate,
-    common_length,
-    common_objective,
-    find_models,
-    load,
-)
-from gqa_convert.measuring.evaluation.examples import (
-    Material,
-    Spelling,
-    read_text,
-    speech_material,
-    spelling,
-)
-from gqa_convert.measuring.evaluation.retrieval import ask, shares, with_lengths
-from gqa_convert.measuring.evaluation.retrieval_texts import Question, filler
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.machine import chosen_device, measurement
+
+from . import scoring
+from .candidates import SPANS, Candidate, common_length, common_objective, find_models, load
+from .examples import Material, Spelling, read_text, speech_material, spelling
+from .retrieval import ask, shares, with_lengths
+from .retrieval_texts import Question, filler
 
 _LESS = "lower --batch or --window, use --dtype bfloat16, or a device with more memory"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -24,9 +24,10 @@ from gqa_convert.errors import MissingExtraError
 from gqa_convert.losses.distillation import token_losses
 from gqa_convert.losses.output_layer import without_output_layer
 from gqa_convert.measuring import StageProgress, no_progress
-from gqa_convert.measuring.evaluation.examples import Array, Doubles, Material, Spelling, Spoken
 from gqa_convert.measuring.results import Difference
 from gqa_convert.runtime.json_objects import JsonObject
+
+from .examples import Array, Doubles, Material, Spelling, Spoken
 
 _ROWS, _ROWS_ON_ACCELERATOR = 256, 512
 """Rows whose logits are made at a time: fewer would read the output projection too often."""

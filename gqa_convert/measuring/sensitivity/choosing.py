@@ -33,7 +33,11 @@ from gqa_convert.data.sources import STDLIB
 from gqa_convert.errors import GroupsError, OptionError
 from gqa_convert.families.layerwise import find_form
 from gqa_convert.measuring import Progress, no_progress
-from gqa_convert.measuring.sensitivity.kv_budget import (
+from gqa_convert.merging.methods import DEFAULT
+from gqa_convert.publishing.publication import check_destination
+from gqa_convert.runtime.paths import local_path
+
+from .kv_budget import (
     BudgetChoice,
     HeadAllocation,
     KVBudget,
@@ -41,15 +45,7 @@ from gqa_convert.measuring.sensitivity.kv_budget import (
     largest_uniform,
     least_sum,
 )
-from gqa_convert.measuring.sensitivity.merged_copies import (
-    Batches,
-    SensitivityInputs,
-    load_inputs,
-    score_copies,
-)
-from gqa_convert.merging.methods import DEFAULT
-from gqa_convert.publishing.publication import check_destination
-from gqa_convert.runtime.paths import local_path
+from .merged_copies import Batches, SensitivityInputs, load_inputs, score_copies
 
 FIT_MARGIN = 0.95
 """What a list's divergence after short fits must be, as a share of the uniform number's, to be

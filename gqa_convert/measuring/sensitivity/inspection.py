@@ -108,7 +108,8 @@ def inspect_checkpoint(
     plan, counts = check(open_local(source, revision, check))
     found = prepare_calibration(plan, text, progress)
     from gqa_convert.conversion.calibration.streams import tokens_of
-    from gqa_convert.measuring.sensitivity.merged_copies import load_inputs, score_copies
+
+    from .merged_copies import load_inputs, score_copies
 
     copies = [dict.fromkeys(plan.layer_kv_heads, kv_heads) for kv_heads in counts]
     inputs = load_inputs(plan, found.batches, text)
