@@ -5,7 +5,7 @@ each mistake in them.
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -26,17 +26,8 @@ T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid")
 """Of all dataclasses of keys: unknown keys are mistakes."""
 _GREATEST = 10**18
-_WORDS = {
-    "Value error, ": "",
-    "Input should be": "it must be",
-    "'": "",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "a valid tuple": "a list",
-}
-"""pydantic's, and ours."""
-
-
+_KNOWN: list[str] = []
+"""The names of all keys."""
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d{1,3})?)")
 _LONGEST = 80
 """Characters of a number, and of a value in a message."""
@@ -118,6 +109,7 @@ def declared_in(file: Path) -> Callable[[type[T]], type[T]]:
     stated = tomllib.loads(file.read_text(encoding="utf-8"))
 
     def complete(owner: type[T]) -> type[T]:
+        _KNOWN.extend(stated[owner.__name__])
         for name, notes in stated[owner.__name__].items():
             unstated = ... if notes.pop("required", False) else None
             field = Field(
@@ -138,14 +130,12 @@ def fields_of(declared: Any) -> dict[str, Any]:
     return declared.__pydantic_fields__  # type: ignore[no-any-return]
 
 
-def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: str = "") -> T:
+def read_keys(declared: type[T], values: Any) -> T:
     """A dataclass of keys from what YAML holds.
 
     Args:
         declared: the dataclass.
         values: a mapping, or an object of the dataclass.
-        nested: the dataclasses of keys that hold mappings, by key.
-        owner: what the values are called in messages; empty for a whole recipe.
 
     Raises:
         ValueError: a key is unknown, missing or not allowed; a line for each mistake.
@@ -153,49 +143,23 @@ def read_keys(declared: type[T], values: Any, nested: Mapping[str, Any], owner: 
     try:
         return TypeAdapter(declared).validate_python(values)
     except ValidationError as problem:
-        found = sorted(problem.errors(include_url=False), key=_is_missing)
-        lines = [_mistake(error, declared, nested, owner) for error in found]
-        raise ValueError("\n".join(dict.fromkeys(lines))) from None
+        lines = map(_mistake, problem.errors())
+        raise ValueError("\n".join(lines)) from None
 
 
-def _is_missing(error: Mapping[str, Any]) -> bool:
-    return bool(error["type"] == "missing")
-
-
-def _mistake(error: Mapping[str, Any], declared: Any, nested: Mapping[str, Any], owner: str) -> str:
+def _mistake(error: Mapping[str, Any]) -> str:
     """The line for one of pydantic's errors."""
-    *outer, name = error["loc"]
-    above = _path(outer, owner)
-    holder = nested.get(str(outer[0]), declared) if outer else declared
+    path = ""
+    for place in error["loc"]:
+        path += f"[{place}]" if isinstance(place, int) else f".{place}"
+    path = path.removeprefix(".")
+    if error["type"] == "missing":
+        return f"{path} is missing: add this key"
     if error["type"] == "unexpected_keyword_argument":
-        subject = f"{above} has an unknown key" if above else "unknown key"
-        line = f"{subject} {name!r}: {suggestion(name, holder)}"
-    elif error["type"] == "missing":
-        help_text = fields_of(holder)[str(name)].description
-        line = f"{above or 'the recipe'} has no key {name!r}: {help_text}"
-    else:
-        message = str(error["msg"])
-        if error["type"] == "dataclass_type":
-            message = "it must be a mapping"
-        for theirs, ours in _WORDS.items():
-            message = message.replace(theirs, ours)
-        value = shown(error["input"]) or "empty"
-        line = f"{_path([name], above)} is {value}: {message}"
-    return " ".join(line.split())
-
-
-def _path(location: Sequence[int | str], path: str) -> str:
-    """The path of a key, in which an item of a list has a number."""
-    for place in location:
-        if isinstance(place, int):
-            path += f"[{place}]"
-        else:
-            path += f".{place}" if path else place
-    return path
-
-
-def suggestion(name: object, declared: Any) -> str:
-    """Advice about an unknown key: the nearest known one, or all of them."""
-    known = fields_of(declared)
-    near = difflib.get_close_matches(str(name), known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+        near = difflib.get_close_matches(error["loc"][-1], _KNOWN, 1)
+        advice = f"did you mean {near[0]!r}?" if near else "the documentation lists all keys"
+        return f"{path} is an unknown key: {advice}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+    message = message.replace("a valid boolean", "true or false")
+    value = " ".join(shown(error["input"]).split())
+    return f"{path} is {value or 'empty'}: {message}"

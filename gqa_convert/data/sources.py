@@ -102,9 +102,9 @@ def as_source(given: object) -> Source:
         DataError: it is none of these, or a key of it is unknown or not allowed.
     """
     try:
-        return read_keys(Source, _read_source(given), {}, "the data source")
+        return read_keys(Source, _read_source(given))
     except ValueError as problem:
-        raise DataError(str(problem).replace("\n", "; ")) from None
+        raise DataError(f"the data source: {problem}") from None
 
 
 def is_self(source: Any) -> bool:

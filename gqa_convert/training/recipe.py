@@ -32,7 +32,6 @@ from gqa_convert.data.keys import (
     fields_of,
     read_keys,
     shown,
-    suggestion,
 )
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import KINDS, Source, Sources, pinned
@@ -192,10 +191,6 @@ def _brief(value: Any) -> str:
     return shown(value)
 
 
-NESTED = {"data": Source, "evaluation_data": Source, "lora": Lora}
-"""The keys that hold mappings with keys of their own."""
-
-
 def make_recipe(values: dict[str, Any]) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
@@ -204,7 +199,7 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
             mistake.
     """
     try:
-        recipe = read_keys(Recipe, values, NESTED)
+        recipe = read_keys(Recipe, values)
     except ValueError as problem:
         raise RecipeError(str(problem)) from None
     if mistakes := [*_mistakes(recipe), *_source_mistakes(recipe)]:
@@ -370,12 +365,7 @@ def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     values = {}
     for override in overrides:
         name, sign, text = override.partition("=")
-        name = name.strip()
         if not sign:
             raise RecipeError(f"the override {override!r} has no value: write it as key=value")
-        if name not in fields_of(Recipe):
-            raise RecipeError(
-                f"the override {override!r} has an unknown key {name!r}: {suggestion(name, Recipe)}"
-            )
-        values[name] = _load(text, f"the override {override!r}")
+        values[name.strip()] = _load(text, f"the override {override!r}")
     return values

@@ -154,8 +154,8 @@ def test_bad_sources(tmp_path: Path) -> None:
         {"source": str(tmp_path / "some.parquet"), "text_field": "content"}, tmp_path
     ) == [4, EOS]
     with pytest.raises(
-        DataError, match="the data source has an unknown key 'wieght': did you mean 'weight'"
+        DataError, match="the data source: wieght is an unknown key: did you mean 'weight'"
     ):
         as_source({"source": "some.txt", "wieght": 2})
-    with pytest.raises(DataError, match="no key 'source'"):
+    with pytest.raises(DataError, match="source is missing: add this key"):
         as_source({"weight": 2})

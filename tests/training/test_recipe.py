@@ -71,20 +71,20 @@ def test_token_counts(written: str, number: int, tmp_path: Path) -> None:
 
 
 BADKEYS = {
-    "lerning_rate: 1e-4": "unknown key 'lerning_rate': did you mean 'learning_rate'?",
-    "qwertz: 4": "unknown key 'qwertz': the keys are model, output, data",
+    "lerning_rate: 1e-4": "lerning_rate is an unknown key: did you mean 'learning_rate'?",
+    "qwertz: 4": "qwertz is an unknown key: the documentation lists all keys",
     "learning_rate: fast": "learning_rate is fast: it must be a number",
     "learning_rate: 2": "learning_rate is 2.0: it must be less than or equal to 1",
     "learning_rate: 0": "learning_rate is 0.0: it must be",
     "warmup_steps: -1": "warmup_steps is -1: it must be greater than or equal to 0",
     "micro_batch_size: 0": "micro_batch_size is 0: it must be greater than or equal to 1",
     "seed: 4294967296": "seed is 4294967296: it must be less than or equal to 4294967295",
-    "schedule: linear": "schedule is linear: it must be constant, cosine or wsd",
-    "sharding: half": "sharding is half: it must be auto, replicate, full or hybrid",
+    "schedule: linear": "schedule is linear: it must be 'constant', 'cosine' or 'wsd'",
+    "sharding: half": "sharding is half: it must be 'auto', 'replicate', 'full' or 'hybrid'",
     "gradient_checkpointing: yes": "gradient_checkpointing is yes: it must be true or false",
     "gradient_clipping: 1e999": "gradient_clipping is 1e999: it must be a number",
     f"seed: {'9' * 5000}": "seed is 999",
-    "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be aim, clearml",
+    "trackers: [wandb, wnadb]": "trackers[1] is wnadb: it must be 'aim', 'clearml'",
     "distillation_weight: 0.5": (
         "distillation_weight is given without a teacher: name the source checkpoint as teacher, or "
         "remove distillation_weight"
@@ -121,9 +121,9 @@ def test_bad_keys(lines: str, tmp_path: Path) -> None:
 
 BAD_DATA = {
     "[]": "data is []: it is an empty list: name at least one file",
-    "null": "data[0].source is null: it must be text",
-    "[a, {source: b, wieght: 2}]": "data[1] has an unknown key 'wieght': did you mean 'weight'?",
-    "{path: b}": "data[0] has an unknown key 'path': the keys are source, weight",
+    "null": "data[0].source is null: it must be a valid string",
+    "[a, {source: b, wieght: 2}]": "data[1].wieght is an unknown key: did you mean 'weight'?",
+    "{path: b}": "data[0].source is missing: add this key",
     "[{source: b, weight: 0}]": "data[0].weight is 0.0: it must be greater than 0",
     "{source: b, source_field: x}": (
         "data[0] names only one of source_field and target_field: give both, or neither"
@@ -159,7 +159,7 @@ BAD_YAML = {
     "model: !!python/name:os.system m\n": (
         "line 1 is not valid YAML: could not determine a constructor for the tag"
     ),
-    "<<: {model: m}\n": "unknown key '<<'",
+    f"<<: {{model: m}}\n{LINES}": "<< is an unknown key",
     "model: m\n---\nmodel: n\n": "line 2 is not valid YAML: but found another document",
     "null: m\n": "line 1 is not valid YAML: a key must be a word, not None",
     "model: m\x07\n": "is not valid YAML: unacceptable character",
