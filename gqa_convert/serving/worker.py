@@ -73,7 +73,7 @@ import sys, types
 package = types.ModuleType("gqa_convert")
 package.__path__ = [{str(Path(__file__).resolve().parent.parent)!r}]
 sys.modules["gqa_convert"] = package
-from .worker import main
+from gqa_convert.serving.worker import main
 main()
 """
 
