@@ -9,6 +9,7 @@ buffers.
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -185,6 +186,7 @@ def _costs(
             model.requires_grad_(False)
             model.get_input_embeddings().requires_grad_(True)
         blocks = [_numbers(layer.parameters()) for layer in layers(model)]
+        shapes = {name: each.shape for name, each in model.named_parameters()}
         flops, saved = _pass(model, batch, in_bf16)
         positions = batch["labels"].size
         saved += copied * positions
@@ -212,16 +214,36 @@ def _costs(
         taught = 0
         if teacher:
             model = _outline(teacher, in_bf16=True)
-            taught = _numbers(model.parameters())
+            taught = own = _numbers(model.parameters())
+            if lora and not lora.quantize and in_bf16:
+                own = _own_numbers(model, shapes)
             with torch.no_grad():
                 flops += _pass(model, batch, in_bf16=False)[0]
-            memory["teacher"] = 2 * taught / shards + 2 * logits
+            memory["teacher"] = 2 * own / shards + 2 * logits
     rounded = {name: round(nbytes) for name, nbytes in memory.items()}
     return rounded, {"trained": learning, "all": count, "teacher": taught}, flops
 
 
 def _numbers(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _own_numbers(teacher: nn.Module, shapes: Mapping[str, Sequence[int]]) -> int:
+    """The numbers of a teacher that a student with adapters does not have too: those of attention
+    modules whose heads were merged.
+
+    Args:
+        teacher: the student's source.
+        shapes: of the student's parameters.
+    """
+    numbers: dict[str, int] = defaultdict(int)
+    merged = set()
+    for name, parameter in teacher.named_parameters():
+        module = name.rsplit(".", 2)[0]
+        numbers[module] += parameter.numel()
+        if shapes.get(name) != parameter.shape:
+            merged.add(module)
+    return sum(numbers[module] for module in merged)
 
 
 def _outline(checkpoint: Checkpoint, in_bf16: bool) -> Any:

@@ -68,6 +68,30 @@ def load_teacher(folder: Path, device_type: str, *, sharded: bool = False) -> An
     return model.requires_grad_(False)
 
 
+def share_weights(teacher: Any, student: Any) -> float:
+    """Let a teacher use the fixed weights of a student with adapters wherever both have the same
+    numbers in the same type: all but attention's, where the teacher is the student's source.
+
+    Returns:
+        The share of the teacher's weights that need no memory of their own.
+    """
+    fixed = {}
+    for name, parameter in student.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            fixed[name.replace(".base_layer.", ".")] = parameter
+    shared = total = 0
+    for name, parameter in list(teacher.named_parameters(remove_duplicate=False)):
+        total += parameter.numel()
+        same = fixed.get(name)
+        if same is None or same.dtype != parameter.dtype or same.shape != parameter.shape:
+            continue
+        if torch.equal(parameter.to(same.device), same):
+            module, _, own = name.rpartition(".")
+            setattr(teacher.get_submodule(module), own, same)
+            shared += parameter.numel()
+    return shared / total
+
+
 def set_execution(model: Any, recipe: Recipe, device_type: str) -> None:
     """Let a loaded model, or a teacher, compute by the recipe's attention function, and compile its
     layers when they first run.

@@ -29,7 +29,7 @@ from gqa_convert.sharding import number_of_shards, unwrapped
 from .checkpoints import Progress, state_of
 from .export import export_model, merged_model
 from .metrics import RunSummary, StepMetrics, check_trackers, log_step, read_metrics, recovery
-from .models import check_lora, load_student, load_teacher, place, set_execution
+from .models import check_lora, load_student, load_teacher, place, set_execution, share_weights
 from .notes import notes
 from .opening import Opened, open_recipe
 from .optimizers import build_optimizer, share_of_peak
@@ -82,7 +82,7 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
         opened = open_inputs(recipe, progress, folder, caller.on_tokenize, say)
         for note in notes(recipe, opened.samples, started(), device):
             say(f"note: {note}")
-        trainer = load_trainer(recipe, opened, progress, device, shards)
+        trainer = load_trainer(recipe, opened, progress, device, shards, say)
         by_first(lambda: folder.begin(recipe, opened.dataset_commits, progress.step))
         # the losses relative to which recovery is stated
         if trainer.held_out and not progress.evaluations:
@@ -219,7 +219,7 @@ def fix_schedule(
 
 
 def load_trainer(
-    recipe: Recipe, opened: Opened, progress: Progress, device: Any, shards: int
+    recipe: Recipe, opened: Opened, progress: Progress, device: Any, shards: int, say: Say
 ) -> Trainer:
     """Load the models, and place them on the devices."""
     samples = opened.samples
@@ -234,6 +234,9 @@ def load_trainer(
         with together():
             teacher = load_teacher(folder, device.type, sharded=shards > 1)
             set_execution(teacher, recipe, device.type)
+        if recipe.lora:
+            share = share_weights(teacher, model)
+            say(f"{share:.0%} of the teacher's weights are the model's own, in memory once")
         teacher = place(teacher, device, shards=shards, bf16=False)
     # the losses of student and teacher are computed of logits, or of the states before them
     first = samples.batch([0])

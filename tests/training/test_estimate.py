@@ -92,6 +92,15 @@ def test_bytes_of_weights_gradients_and_moments_are_those_of_tensors(
     assert in_bf16["gathered layers"] == 2 * held + 6 * reduced
 
 
+def test_a_teacher_of_adapters_has_attention_of_its_own(home: Path, tmp_path: Path) -> None:
+    keys = {"precision": "bf16", "teacher": str(DEMO)}
+    whole = estimated(home, tmp_path / "run", **keys).memory["teacher"]
+    shared = estimated(home, tmp_path / "run", **keys, lora={"rank": 4}).memory["teacher"]
+    model, _ = load_model(DEMO, torch.float32)
+    others = [each for name, each in model.named_parameters() if "self_attn" not in name]
+    assert whole - shared == 2 * sum(each.numel() for each in others)
+
+
 def test_an_output_layer_of_its_own_counts(home: Path, tmp_path: Path) -> None:
     """Whatever config.json says: transformers unties a stored layer with other numbers, and T5's
     config ties by itself.

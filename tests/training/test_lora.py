@@ -3,6 +3,7 @@ nothing.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from gqa_convert.training import models as adapters
 from gqa_convert.training import run as running
 from gqa_convert.training.export import merged_model
 from gqa_convert.training.recipe import make_recipe
-from tests.helpers.uptrain_runs import in_float32, leftovers, losses, make_student, run, weights
+from tests.helpers.uptrain_runs import (
+    DEMO,
+    in_float32,
+    leftovers,
+    losses,
+    make_student,
+    run,
+    weights,
+)
 
 IDS = torch.arange(24).reshape(2, 12)
 KEYS: dict[str, Any] = {
@@ -115,6 +124,31 @@ def test_a_resumed_run_is_the_unbroken_one(home: Path, trained: Trained, tmp_pat
     assert weights(output) == weights(trained.output)
     assert losses(output) == losses(trained.output)
     assert leftovers(output) == []
+
+
+def test_the_teacher_shares_what_is_the_same(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those with a teacher of its own weights, bit for bit."""
+    teacher = shutil.copytree(DEMO, tmp_path / "teacher")
+    in_float32(teacher)
+    keys = KEYS | {"teacher": str(teacher), "distillation_weight": 0.5}
+    shares: list[float] = []
+    own: set[str] = set()
+
+    def sharing(teacher: Any, student: Any) -> float:
+        shares.append(adapters.share_weights(teacher, student))
+        fixed = {id(each) for each in student.parameters() if not each.requires_grad}
+        own.update(name for name, each in teacher.named_parameters() if id(each) not in fixed)
+        return shares[0]
+
+    monkeypatch.setattr(running, "share_weights", sharing)
+    run(home, tmp_path / "shared", **keys)
+    assert 0.5 < shares[0] < 1
+    assert {name.split(".")[-2] for name in own} == {"k_proj", "v_proj"}
+    monkeypatch.setattr(running, "share_weights", lambda *_: 0.0)
+    run(home, tmp_path / "apart", **keys)
+    assert losses(tmp_path / "shared") == losses(tmp_path / "apart")
 
 
 def test_weights_in_four_bits(home: Path, tmp_path: Path) -> None:
