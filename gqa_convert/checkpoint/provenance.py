@@ -53,7 +53,7 @@ class CalibrationRecord(Result):
     steps: int
     """Gradient steps of each layer."""
     digest: str
-    """SHA-256 of the tokens."""
+    """SHA-256 of the settings and of all tensors that the layers were fitted on."""
     in_bfloat16: bool = False
     """Whether products with activations were made in bfloat16; otherwise in float32."""
     kl_steps: int = 0

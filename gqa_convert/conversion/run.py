@@ -1,6 +1,6 @@
 """Carries out a plan: a new checkpoint folder that appears whole or not at all, and its record.
 
-The memory of methods that merge heads without text does not depend on the model's size.
+Methods that read no text hold at most one layer.
 """
 
 import time

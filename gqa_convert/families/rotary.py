@@ -20,7 +20,7 @@ def rotary_pairs(family: Family, config: Config, head_dim: int) -> npt.NDArray[A
 
     Args:
         family: of the checkpoint.
-        config: its config.json.
+        config: of its decoder.
         head_dim: rows of a key head.
 
     Returns:

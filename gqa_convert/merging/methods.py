@@ -2,9 +2,10 @@
 
 A new method is one record here, and its arithmetic beside it: in `pooling` if it merges the heads
 of every tensor by itself (the writer calls it), in `merge_layer` if it merges whole layers, whose
-query and output projections absorb maps (`conversion/prepared_layers.py` and
-`conversion/layers/one_layer.py` call it). The rest of the package asks the record. This module
-imports the standard library only, so that `--help` can read it without loading numpy.
+query and output projections absorb maps. `conversion/prepared_layers.py`,
+`conversion/layers/one_layer.py` and `measuring/sensitivity/merged_copies.py` call that one for
+every method that does so, and would need to choose by a field of the record. This module imports
+the standard library only, so that `--help` can read it without loading numpy.
 """
 
 from collections.abc import Iterable

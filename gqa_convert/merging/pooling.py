@@ -17,7 +17,9 @@ POOLINGS: Mapping[Pooling, Callable[[Array], Array]] = {
     "mean": lambda heads: np.asarray(reduce(np.add, heads) / len(heads)),
     "first": lambda heads: np.asarray(heads[0]),
 }
-"""What each way of pooling makes of the heads of a group, [m, n] -> [n]."""
+"""By method, what it makes of numbers of a group's heads, [m, n] -> [n]. These come in
+blocks: a number of the result depends on those in its place alone.
+"""
 _BLOCK_NUMBERS = 1 << 16
 """Numbers merged at a time, over all heads of a group: as many as a core's cache holds in float32.
 """

@@ -34,7 +34,7 @@ from gqa_convert.runtime.paths import local_path
 JsonObject = dict[str, Any]
 Tensors = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (tensors or logits), the amount done and the total: bytes or steps."""
+"""Called with a stage, such as `tensors`, the steps done and their number."""
 
 CONFIG = "config.json"
 PROVENANCE = "gqa_conversion.json"

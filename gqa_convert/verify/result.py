@@ -25,9 +25,7 @@ from .report import Failure
 PLAIN = ("mean", "first")
 """Methods whose K/V heads follow from SOURCE's K/V heads alone and are proven bit for bit."""
 FACTORED = "factor"
-"""The method that also changes queries and outputs; without a text, only of heads that may absorb
-maps.
-"""
+"""The method that also changes queries and outputs, of heads that may absorb maps."""
 FITTED = "fit"
 """The method that depends on a text."""
 

@@ -33,7 +33,8 @@ def stretched(
 
     Args:
         ids: tokens [b, L].
-        first: the number of the first block among all; odd ones are stretched.
+        first: the number of the first block among those of its stream and length; odd ones are
+            stretched.
         context: the position up to which they skip; None leaves all blocks as they are.
         seed: of the spans and the positions.
         copied: for each block, whether spans are copied over its end.

@@ -2,8 +2,8 @@
 
 The moments of the *student's* inputs, which the layers below have merged already, decide how the
 layer's heads are merged. `fit` then trains the merged projections to yield what the source's
-attention yields on the same inputs, and lets the output projection repair as much of what the
-student's residual stream misses as validation text confirms.
+attention yields on the same inputs, and as much of what the student's residual stream misses as
+validation text confirms; the output projection then repairs once more what is left of that.
 """
 
 import math
