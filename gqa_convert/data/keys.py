@@ -90,7 +90,7 @@ def _check_text(text: str) -> str:
 
 Tokens = Annotated[int, BeforeValidator(_read_count)]
 """A number of tokens, which may be written 10B, 500M or 64Ki."""
-Whole = Annotated[int, BeforeValidator(_read_count)]
+Whole = Tokens
 Real = Annotated[float, BeforeValidator(_read_real)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True), AfterValidator(_check_text)]

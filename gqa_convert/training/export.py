@@ -32,7 +32,7 @@ def export_model(
         state: its whole tensors, which the mapping loses; None for those that the model holds.
         source: the checkpoint that training began with.
         out: the folder.
-        record: the entries that training adds to the provenance.
+        record: the summary of the run, which is added to the provenance.
     """
     tensors = _in_source_dtypes(model, state or model.state_dict(), source)
     with staged_folder(out) as staged:

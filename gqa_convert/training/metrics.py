@@ -150,15 +150,6 @@ class RunSummary(Result):
     evaluation: dict[str, float | None] | None
     adapters: str | None = None
 
-    def provenance(self) -> JsonObject:
-        """The entry for the trained model's provenance."""
-        values = self.as_json()
-        stated = ["kind", "created", "command", "machine", "processes", "tokens"]
-        stated += ["evaluation", "changes", "recipe"]
-        if self.adapters:
-            stated.append("adapters")
-        return {name: values[name] for name in stated}
-
 
 def recovery(evaluations: dict[str, float]) -> dict[str, float | None] | None:
     """The losses on the held-out text and the share of the gap that was closed.
@@ -174,13 +165,9 @@ def recovery(evaluations: dict[str, float]) -> dict[str, float | None] | None:
     """
     if not evaluations:
         return None
-    start = evaluations["start"]
-    source = evaluations.get("source", start)
-    final = evaluations["last"]
-    share = (start - final) / (start - source) if start > source else None
-    return {
-        "start": start,
-        "source": evaluations.get("source"),
-        "final": final,
-        "recovered_share": share,
-    }
+    start, final = evaluations["start"], evaluations["last"]
+    source = evaluations.get("source")
+    share = None
+    if source is not None and start > source:
+        share = (start - final) / (start - source)
+    return {"start": start, "source": source, "final": final, "recovered_share": share}

@@ -1,5 +1,5 @@
-"""What a user should know of a run before its first step: work that is wasted, text that is read
-too often, and switches of a launcher that have no effect.
+"""What a user should know of a run before its first step: slow arithmetic, text that is read too
+often, and switches of a launcher that have no effect.
 """
 
 import os
@@ -16,57 +16,25 @@ OFTEN = 4
 al. 2023, section 5).
 """
 
+_SWITCHES = {
+    "mixed_precision": ("no", "precision decides"),
+    "gradient_accumulation_steps": ("1", "tokens_per_step and micro_batch_size decide"),
+    "dynamo_backend": ("no", "compile decides"),
+}
+"""Of a launcher's configuration: the values that mean nothing, and what decides instead."""
 
-def notes(recipe: Recipe, samples: Samples, processes: int, device: Any) -> Iterator[str]:
+
+def notes(recipe: Recipe, samples: Samples, device: Any) -> Iterator[str]:
     """Whole sentences, of which most runs have none."""
-    # arithmetic
     if recipe.precision == "bf16" and not multiplies_bfloat16(device):
         yield "this processor is slower in bfloat16 than in float32: precision=no takes less time"
-    # processes without work
-    size = recipe.micro_batch_size
-    per_step = recipe.samples_per_step(samples.tokens_per_sample)
-    if idle := fillers(per_step, processes, size):
-        whole = processes * size
-        tokens = round(-(-per_step // whole) * whole * samples.tokens_per_sample)
-        yield (
-            f"{idle} of {processes} processes compute one batch in each step that does not count, "
-            f"because a step has {per_step} samples: with tokens_per_step={tokens} none would"
-        )
-    # texts that repeat
     for text, times in zip(samples.sources, samples.times_read(recipe.budget_tokens), strict=True):
         if times > OFTEN:
             yield (
                 f"{text.label} has {text.size:,} tokens and is read {times:.0f} times, and from "
                 f"the {OFTEN}th time on text teaches little: add text, or lower the budget"
             )
-    # the launcher's switches
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", recipe.precision):
-        yield (
-            f"the launcher's mixed_precision {precision} has no effect: the recipe's precision is "
-            f"{recipe.precision}"
-        )
-    accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulated != "1":
-        yield (
-            f"the launcher's gradient_accumulation_steps {accumulated} has no effect: the recipe's "
-            "tokens_per_step and micro_batch_size decide"
-        )
-    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if compiler != "no":
-        yield (
-            f"the launcher's dynamo_backend {compiler} has no effect: the recipe's compile decides"
-        )
-
-
-def fillers(samples: int, processes: int, size: int) -> int:
-    """How many processes fill their last batch of a step with what does not count.
-
-    Args:
-        samples: of the step, which the processes share one by one.
-        processes: of the run.
-        size: samples of a batch.
-    """
-    most = -(-len(range(0, samples, processes)) // size)
-    shares = [len(range(rank, samples, processes)) for rank in range(processes)]
-    return sum(-(-share // size) < most for share in shares)
+    for switch, (neutral, deciding) in _SWITCHES.items():
+        stated = os.environ.get(f"ACCELERATE_{switch.upper()}", neutral).lower()
+        if stated not in (neutral, recipe.precision):
+            yield f"the launcher's {switch} {stated} has no effect: the recipe's {deciding}"

@@ -186,19 +186,17 @@ def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
         )
     kind = "an encoder-decoder" if is_encoder_decoder(config) else "a decoder-only model"
     held = recipe.data[0].kind
-    stated = f"objective is {recipe.objective}"
-    if recipe.objective == "auto":
-        stated = f"data holds {KINDS[held]}"
+    suiting = {name: each for name, each in OBJECTIVES.items() if each.models == kind}
+    if recipe.objective in suiting:
+        return recipe.objective
     words = []
-    for name, objective in OBJECTIVES.items():
-        if objective.models != kind:
-            continue
-        suits = recipe.objective == "auto" and held in objective.reads
-        if suits or name == recipe.objective:
+    for name, objective in suiting.items():
+        if recipe.objective == "auto" and held in objective.reads:
             return name
         words.append(f"{name}, on {' or '.join(KINDS[read] for read in objective.reads)}")
     raise RecipeError(
-        f"{stated} and {recipe.model} is {kind}: use the objective {' or '.join(words)}"
+        f"objective is {recipe.objective}, data holds {KINDS[held]} and {recipe.model} is {kind}: "
+        f"use the objective {' or '.join(words)}"
     )
 
 

@@ -272,10 +272,10 @@ def _source_mistakes(recipe: Recipe) -> Iterator[str]:
                 yield (
                     f"{name} names only one of source_field and target_field: give both, or neither"
                 )
-            if source.kind == "pairs" and "text_field" in stated:
-                yield f"{name} has text_field, which belongs to running text: remove text_field"
-            if source.kind == "pairs" and source.format == "chat":
-                yield f"{name} has format chat, and pairs are no conversations: remove format"
+            if source.kind == "pairs":
+                for other in ("text_field", "format"):
+                    if other in stated:
+                        yield f"{name} has {other}, which pairs do not have: remove {other}"
             if source.kind not in reads:
                 wanted = " or ".join(KINDS[kind] for kind in reads)
                 yield (
@@ -292,17 +292,13 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            problem = None
-            if not isinstance(key, str):
-                problem = f"a key must be a word, not {key!r}"
-            elif key in seen:
-                problem = f"{key!r} is given twice"
-            if problem:
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            seen.add(key)
+        seen = []
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            seen.append(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -338,11 +334,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         values.pop("pretraining_tokens", None)
     elif changes.get("alpha") is not None and "pretraining_tokens" in values | changes:
         values.pop("tokens", None)
-    try:
-        return make_recipe(values | changes)
-    except RecipeError as mistake:
-        lines = [f"{path}: {line}" for line in str(mistake).splitlines()]
-        raise RecipeError("\n".join(lines)) from None
+    return make_recipe(values | changes)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_texts_come_from_the_metadata(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ('{"file_name": "gone.wav", "text": "a"}', "names gone.wav, which is not there"),
-        ('{"text": "a"}', "has a row without file_name"),
+        ('{"text": "a"}', "names None, which is not there"),
         ('{"file_name": "00.wav", "label": "a"}', "states no text for 00.wav"),
         ("{", "line 1 is not JSON"),
         ("\n", "has no rows"),

@@ -132,7 +132,7 @@ BAD_DATA = {
         "data[1] names only one of source_field and target_field: give both, or neither"
     ),
     "{source: b, source_field: x, target_field: y, text_field: z}": (
-        "data[0] has text_field, which belongs to running text: remove text_field"
+        "data[0] has text_field, which pairs do not have: remove text_field"
     ),
     "[a, {source: b, source_field: x, target_field: y}]": (
         "data holds running text, and data[1] holds pairs of texts (source_field and "
@@ -161,7 +161,7 @@ BAD_YAML = {
     ),
     f"<<: {{model: m}}\n{LINES}": "<< is an unknown key",
     "model: m\n---\nmodel: n\n": "line 2 is not valid YAML: but found another document",
-    "null: m\n": "line 1 is not valid YAML: a key must be a word, not None",
+    f"null: m\n{LINES}": "None is null: Keys should be strings",
     "model: m\x07\n": "is not valid YAML: unacceptable character",
 }
 

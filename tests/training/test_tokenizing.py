@@ -116,7 +116,7 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["sources"][0]["tokens"] > 1000
     shown = run_command("uptrain", path, "--tokenize-only")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert re.search(r"^ +/.*text.txt +[\d.]+k tokens$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^ +/.*text.txt +[\d,]+ tokens$", shown.stdout, re.MULTILINE)
     wrong = run_command("uptrain", path, "objective=span_corruption", "--tokenize-only")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("gqa-convert: objective is span_corruption")

@@ -14,7 +14,7 @@ from gqa_convert.families.layerwise import heads_text
 from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.messages import about, size
 
-from .screen import print_note, say, show_table, tokens_text
+from .screen import print_note, say, show_table
 
 CACHES = {
     "kv_bytes_per_token": "K/V cache per token",
@@ -125,7 +125,7 @@ def _savings(plan: Plan, caches: JsonObject) -> list[Row]:
     for key, both in plan.cache_bytes().items():
         rows.append(_saving(CACHES[key], both.before, both.after))
     for key, cache in caches.items():
-        label = f"{CACHES[key]} at {tokens_text(cache['tokens'])} tokens"
+        label = f"{CACHES[key]} at {cache['tokens']:,} tokens"
         rows.append(_saving(label, cache["before"], cache["after"]))
     return rows
 
@@ -152,6 +152,6 @@ def loaded_by(plan: Plan) -> str:
         elif tokens is None:
             answer = "yes"
         else:
-            answer = f"yes, up to {tokens_text(tokens)} tokens"
+            answer = f"yes, up to {tokens:,} tokens"
         found.append(f"{engine} {answer}")
     return ", ".join(found)

@@ -81,18 +81,6 @@ def abandon(stream: Any) -> None:
         os.dup2(devnull.fileno(), stream.fileno())
 
 
-def tokens_text(count: int) -> str:
-    """Format a number of tokens, with three digits and powers of 1000: 512, 4.1k, 32.8k, 2M."""
-    shown = float(count)
-    for unit in ("", "k", "M", "B", "T"):  # noqa: B007
-        if shown < 999.5:
-            break
-        shown /= 1000
-    if shown >= 100:
-        return f"{shown:.0f}{unit}"
-    return f"{shown:.1f}".removesuffix(".0") + unit
-
-
 def show_table(
     title: str, rows: Sequence[Mapping[str, str]], justify: Literal["left", "right"] = "right"
 ) -> None:

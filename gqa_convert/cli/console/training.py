@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gqa_convert.runtime.messages import size
 
-from .screen import ProgressScreen, print_note, show_done, tokens_text
+from .screen import ProgressScreen, print_note, show_done
 
 if TYPE_CHECKING:
     from gqa_convert.training.estimate import Estimate
@@ -38,12 +38,12 @@ def show_training(summary: "RunSummary") -> None:
     if summary.skipped_steps:
         rows["skipped"] = f"{summary.skipped_steps} step(s), because the gradient was not finite"
     rows["model"] = summary.model
-    show_done(f"{tokens_text(summary.tokens)} tokens in {summary.steps:,} steps", rows)
+    show_done(f"{summary.tokens:,} tokens in {summary.steps:,} steps", rows)
 
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    rows = {source.source: f"{tokens_text(source.tokens)} tokens" for source in found.sources}
+    rows = {source.source: f"{source.tokens:,} tokens" for source in found.sources}
     show_done(
         f"text for {found.samples:,} samples in {found.steps:,} steps",
         rows | {"cache": found.cache},
