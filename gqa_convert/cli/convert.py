@@ -1,8 +1,11 @@
 """`gqa-convert convert`."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from gqa_convert.errors import OptionError
 from gqa_convert.merging.methods import METHOD_HELP
@@ -24,13 +27,20 @@ from .options import (
 
 
 def group_counts(text: str) -> int | list[int]:
-    """Parse one number for all layers, or a list with one for each layer.
+    """Parse one number for all layers, a list with one for each layer, or @ and a file with a list.
 
     Raises:
-        typer.BadParameter: the text is neither.
+        typer.BadParameter: the file cannot be read, or what is given is not a number or a list of
+        numbers.
     """
-    listed = counts(text)
-    return listed if len(listed) > 1 else listed[0]
+    if not text.startswith("@"):
+        listed = counts(text)
+        return listed if len(listed) > 1 else listed[0]
+    try:
+        content = Path(text[1:]).read_text("utf-8").strip("[] \n")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise typer.BadParameter(f"{text} cannot be read ({problem}): name a text file") from None
+    return counts(re.sub(r"\s*[,\s]\s*", ",", content))
 
 
 @on_first
@@ -38,9 +48,10 @@ def convert(
     source: Source,
     out: Path | None = option("OUT", "New folder for the result; it appears whole or not at all."),
     kv_heads: Any = option(
-        "--kv-heads --groups -n N|N,N,...",
+        "--kv-heads --groups -n N|N,N,...|@FILE",
         "K/V heads per layer in the result; 1 is multi-query attention. Layers of most "
-        "decoders may differ: a list with one number per attention layer.",
+        "decoders may differ: a list with one number per attention layer, or @ and a "
+        "file with it.",
         parser=group_counts,
     ),
     kv_budget: Budget = None,

@@ -80,7 +80,7 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
             check_destination(folder.model, None, overwrite=True)
 
         opened = open_inputs(recipe, progress, folder, caller.on_tokenize, say)
-        for note in notes(recipe, opened.samples, device):
+        for note in notes(recipe, opened.samples, started(), device):
             say(f"note: {note}")
         trainer = load_trainer(recipe, opened, progress, device, shards, say)
         by_first(lambda: folder.begin(recipe, opened.dataset_commits, progress.step))

@@ -68,13 +68,16 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """A context in which no other job uses the folder, which is made if it does not exist, and
-        from which what killed runs left behind is removed.
+        from which what killed runs left behind is removed. If nothing was written, the folder is
+        removed in the end.
 
         Raises:
             LaunchError: another process holds it.
         """
+        made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        handle = try_lock(self.path / LOCK)
+        lock = self.path / LOCK
+        handle = try_lock(lock)
         if handle is None:
             raise LaunchError(
                 f"another process is training into {self.path}: wait for it, or name another "
@@ -86,6 +89,11 @@ class RunFolder:
             self.checkpoints.sweep()
             yield
         finally:
+            with suppress(OSError):  # the folder may be gone or read-only by now
+                if list(self.path.iterdir()) == [lock]:
+                    lock.unlink()
+                    for each in made:
+                        each.rmdir()
             os.close(handle)
 
     def begin(self, recipe: Recipe, commits: DatasetCommits, step: int) -> None:

@@ -21,13 +21,20 @@ from tests.helpers.own_files import make_source
 from tests.helpers.tiny import make_checkpoint
 
 
-def test_a_list_of_numbers() -> None:
-    shown = run("convert", MODEL, "--kv-heads", "12,4,3,6,12", "-m", "mean", "--dry-run", "--json")
+def test_a_file_of_numbers(tmp_path: Path) -> None:
+    numbers = tmp_path / "numbers"
+    numbers.write_text("12\n4\n3\n\n6\n12")
+    shown = run("convert", MODEL, "--kv-heads", f"@{numbers}", "-m", "mean", "--dry-run", "--json")
     assert json.loads(shown.stdout)["kv_heads"] == [12, 4, 3, 6, 12] == group_counts("12,4,3,6,12")
     assert group_counts("4") == 4
-    for text, words in (("12,x", "'x'"), ("", "'' is"), ("4,0", "'0'")):
+    numbers.write_text("[12, 4, 3, 1]")
+    assert group_counts(f"@{numbers}") == [12, 4, 3, 1]
+    for content, words in (("[12, x]", "'x'"), ("", "'' is"), ("4,0", "'0'")):
+        numbers.write_text(content)
         with pytest.raises(typer.BadParameter, match=words):
-            group_counts(text)
+            group_counts(f"@{numbers}")
+    with pytest.raises(typer.BadParameter, match="cannot be read"):
+        group_counts("@nowhere")
 
 
 def test_the_cross_attention_cache_of_a_plan(

@@ -241,7 +241,7 @@ def test_tokens_beyond_the_embeddings_are_refused(home: Path, tmp_path: Path, pl
         match=rf"small produces token \d+, and the model has a vocabulary of {largest + 1}:",
     ):
         run(home, tmp_path / "run", **keys)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_micro_batches_do_not_matter(home: Path, tmp_path: Path) -> None:
