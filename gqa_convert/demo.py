@@ -69,7 +69,7 @@ def run_demo(
         "fit": ConversionOptions(calibration=text),
     }
     models = {"source": CHECKPOINT}
-    verified: dict[str, bool] = {}
+    verified: JsonObject = {}
     for name, options in conversions.items():
         progress("converting and verifying", len(verified), 2)
         models[name] = out / name

@@ -213,7 +213,7 @@ def gathered(value: Any) -> list[Any]:
         return [value]
     from torch.distributed import all_gather_object
 
-    found: list[Any] = [None] * started()
+    found = [None] * started()
     all_gather_object(found, value, group=_waiting_group)
     return found
 

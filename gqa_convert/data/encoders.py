@@ -158,7 +158,7 @@ class PairEncoder(Encoder):
     def encode(self, pieces: Sequence[Piece]) -> Marked:
         """The tokens of source, target, source, target and so on: [tokens]."""
         pairs = [piece.text for piece in pieces if all(piece.text)]
-        parts: list[list[int]] = []
+        parts = []
         if pairs:
             sources, targets = map(list, zip(*pairs, strict=True))
             found = self._ids(sources, text_target=targets, split_special_tokens=True)

@@ -149,7 +149,7 @@ def source_files(held_out: bool, with_tests: bool = False) -> list[Path]:
     Its test suites are optional.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    found = []
     for folder, folders, files in os.walk(root):
         folders[:] = {*folders} - (_FOREIGN if with_tests else _FOREIGN | _TESTS)
         for name in fnmatch.filter(files, "*.py"):

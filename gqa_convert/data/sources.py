@@ -12,9 +12,10 @@ from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from gqa_convert.errors import DataError
+from gqa_convert.runtime.json_objects import JsonObject
 from gqa_convert.runtime.paths import local_path
 
-from .files import SUFFIXES, Fields, Files, kind_of
+from .files import SUFFIXES, Fields, Files, Row, kind_of
 from .folders import data_files, source_files
 from .hub import HubDataset, commit_of
 from .keys import CONFIG, PathText, Real, Text, declared_in, fields_of, read_keys
@@ -66,7 +67,7 @@ class Source:
             return "pairs"
         return "chat" if self.format == "chat" else "text"
 
-    def stated(self) -> dict[str, Any]:
+    def stated(self) -> JsonObject:
         """The values that are not the defaults."""
         return {
             name: value
@@ -152,10 +153,10 @@ def open_source(source: Source) -> TextSource:
     return Files(given, files, lenient=is_stdlib)
 
 
-def first_row(text: TextSource) -> Mapping[str, Any]:
+def first_row(text: TextSource) -> Row:
     """The first row of a text; empty for plain text, and where it can't be read."""
     with suppress(Exception):  # what is wrong with the text is explained when it is read
-        row: Mapping[str, Any] = next(text.pieces(Fields((), "row"))).text
+        row: Row = next(text.pieces(Fields((), "row"))).text
         return row
     return {}
 

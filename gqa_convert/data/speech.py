@@ -54,7 +54,7 @@ def list_audio_files(folder: Path, split: str = TRAIN) -> list[AudioFile]:
         raise DataError(
             f"{folder} holds no audio files ({', '.join(SUFFIXES)}): name a folder that does"
         )
-    texts: dict[Path, str] = {}
+    texts = {}
     for metadata in (path for path in paths if path.name in METADATA):
         with explained(metadata), metadata.open("rb") as handle:
             rows = [row for _, row in read_rows(metadata, handle, ("file_name", "text"))]
@@ -159,10 +159,8 @@ class SpeechModel:
     def features(self, windows: Sequence[Window]) -> Tensor:
         """The encoder's input, [windows, mel bins, frames], float32."""
         sounds = [window.samples for window in windows]
-        made: Tensor = self._extractor(
-            sounds, sampling_rate=self.rate, return_tensors="pt"
-        ).input_features
-        return made
+        found = self._extractor(sounds, sampling_rate=self.rate, return_tensors="pt")
+        return found.input_features
 
     def text_tokens(self, text: str | None) -> list[int]:
         """The tokens of a text that is said, and the one that ends it; none for a text without
@@ -178,8 +176,7 @@ class SpeechModel:
         """
         features = self.features(windows).to(self.model.device, self.model.dtype)
         with torch.no_grad():
-            encoded: Tensor = self.model.get_encoder()(features).last_hidden_state
-        return encoded
+            return self.model.get_encoder()(features).last_hidden_state
 
     def prompts(self, encoded: Tensor) -> Tensor:
         """The tokens with which the decoder begins, [windows, P]: for several languages, the one

@@ -272,7 +272,7 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
     inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items()}
     del inputs["labels"]
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, Any] = {}
+    saved = {}
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -280,11 +280,8 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
             saved[storage._cdata] = storage
         return tensor
 
-    def load(tensor: Tensor) -> Tensor:
-        return tensor
-
     with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
-        saving = torch.autograd.graph.saved_tensors_hooks(save, load)
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept)
         with saving, torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             logits = model(**inputs, use_cache=False).logits
         if logits.requires_grad:

@@ -68,7 +68,7 @@ def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> State
     repeated = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in model.named_parameters():
         del repeated[name]
-    made: StateDict = {}
+    made = {}
     for name in list(state):
         tensor = state.pop(name)
         if name in repeated:

@@ -147,11 +147,11 @@ class RunSummary(Result):
     changes: list[str]
     recipe: JsonObject
     final_loss: float | None
-    evaluation: dict[str, float | None] | None
+    evaluation: JsonObject | None
     adapters: str | None = None
 
 
-def recovery(evaluations: dict[str, float]) -> dict[str, float | None] | None:
+def recovery(evaluations: dict[str, float]) -> JsonObject | None:
     """The losses on the held-out text and the share of the gap that was closed.
 
     Args:

@@ -2,11 +2,11 @@
 the recipe leaves open by the config and the tokenizer of the student.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gqa_convert.checkpoint.fingerprint import fingerprint
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
@@ -27,7 +27,7 @@ from gqa_convert.families.loading import (
     load_tokenizer,
 )
 from gqa_convert.processes import Say, by_first, check_agreement, rank, together
-from gqa_convert.runtime.json_objects import Result
+from gqa_convert.runtime.json_objects import Config, JsonObject, Result
 
 from .recipe import Recipe, read_recipe
 
@@ -171,7 +171,7 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     return SampleSettings(tokenizer, objective, stated or length, start, starts_with_last(config))
 
 
-def choose_objective(recipe: Recipe, config: Mapping[str, Any]) -> str:
+def choose_objective(recipe: Recipe, config: Config) -> str:
     """The objective that a recipe names, or the first that suits the model and the data if it names
     none.
 
@@ -222,36 +222,20 @@ def check_vocabularies(student: Path, teacher: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedSource:
-    """A source of a recipe.
-
-    Attributes:
-        source: as the recipe names it.
-        revision: the commit of a Hub dataset; None for files.
-        tokens: the tokens that are ready.
-        complete: whether they are all of the source; a stream is tokenised as far as the run needs
-            it.
-    """
-
-    source: str
-    revision: str | None
-    tokens: int
-    complete: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedRecipe(Result):
     """What `uptrain --tokenize-only` has made.
 
     Attributes:
         cache: the folder in which a run finds the tokens.
-        sources: the training text.
+        sources: of the training text, as the recipe names them: `source`, `revision` (the commit of
+            a Hub dataset; None for files), `tokens` that are ready, and whether they are
+            `complete`; a stream is tokenised as far as the run needs it.
         steps, samples: of the run, for its whole budget.
     """
 
     cache: str
-    sources: tuple[TokenizedSource, ...]
+    sources: list[JsonObject]
     steps: int
     samples: int
 
@@ -283,10 +267,10 @@ def tokenize_recipe(
             f"{reason}: what is ready is kept, run the same command again to resume"
         ) from None
     samples = opened.samples
-    sources = tuple(
-        TokenizedSource(stated.source, stated.revision, tokens.size, tokens.complete)
-        for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True)
-    )
+    sources = []
+    for stated, tokens in zip(opened.recipe.data, samples.sources, strict=True):
+        kept = {"tokens": tokens.size, "complete": tokens.complete}
+        sources.append({"source": stated.source, "revision": stated.revision, **kept})
     steps = recipe.steps(samples.tokens_per_sample)
     count = steps * recipe.samples_per_step(samples.tokens_per_sample)
     return TokenizedRecipe(cache=str(default_cache()), sources=sources, steps=steps, samples=count)

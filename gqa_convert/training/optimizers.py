@@ -50,10 +50,8 @@ def build_optimizer(model: "nn.Module", recipe: "Recipe") -> "Optimizer":
     ]
     facts = OPTIMIZERS[recipe.optimizer]
     filled = [group for group in groups if group["params"]]
-    optimizer: Optimizer = resolve_name(facts.name)(
-        filled, lr=recipe.learning_rate, **facts.options
-    )
-    return optimizer
+    make = resolve_name(facts.name)
+    return make(filled, lr=recipe.learning_rate, **facts.options)
 
 
 def share_of_peak(recipe: "Recipe", step: int, steps: int, warmup: int) -> float:

@@ -36,7 +36,7 @@ from gqa_convert.data.keys import (
 from gqa_convert.data.objectives import OBJECTIVES
 from gqa_convert.data.sources import KINDS, Source, Sources, pinned
 from gqa_convert.errors import RecipeError
-from gqa_convert.runtime.json_objects import plain
+from gqa_convert.runtime.json_objects import JsonObject, plain
 from gqa_convert.runtime.paths import local_path
 
 from .optimizers import OPTIMIZERS
@@ -161,7 +161,7 @@ class Recipe:
             )
         return self.warmup_steps
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         """All keys as plain data, including defaults; `make_recipe` restores the recipe from it."""
         return plain(self)  # type: ignore[no-any-return]
 
@@ -191,7 +191,7 @@ def _brief(value: Any) -> str:
     return shown(value)
 
 
-def make_recipe(values: dict[str, Any]) -> Recipe:
+def make_recipe(values: JsonObject) -> Recipe:
     """A recipe from plain data, such as `Recipe.resolved()` returns.
 
     Raises:
@@ -289,7 +289,7 @@ class _Loader(yaml.SafeLoader):
     is a mistake.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = []
@@ -337,7 +337,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return make_recipe(values | changes)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> JsonObject:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
@@ -353,7 +353,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+def _read_overrides(overrides: Iterable[str]) -> JsonObject:
     values = {}
     for override in overrides:
         name, sign, text = override.partition("=")

@@ -106,7 +106,11 @@ def uptrain(recipe: Recipe, stops: StopRequests, caller: Caller) -> RunSummary |
             same_run = {"wandb": {"id": progress.tracked_as, "resume": "allow"}}
             accelerator.init_trackers("gqa-convert", settings, init_kwargs=same_run)
             train(trainer, folder, log, export_to, stops, say)
-        summary = finish(export_to, folder)
+        summary = export_to(folder.model)
+        if summary:
+            # a run may have been killed between its last checkpoint and this point
+            folder.checkpoints.prune()
+            write_json(folder.summary, summary.as_json())
         if recipe.trackers:
             accelerator.end_training()
     return summary
@@ -286,17 +290,14 @@ def train(
         if metrics.skipped:
             say(f"step {step}: the loss or a gradient is not finite; no update")
         if progress.skipped_in_a_row >= _LONGEST_STREAK:
-            where = "there is no checkpoint yet"
-            if whole := checkpoints.whole():
-                where = f"{checkpoints.path(whole[0].step)} is intact"
             raise DivergedError(
                 f"{_LONGEST_STREAK} consecutive steps up to step {step} had a loss or a gradient "
-                f"that is not finite; {where}: run again with a lower learning_rate, a lower "
-                "gradient_clipping or precision=no"
+                "that is not finite: run again from the last checkpoint with a lower "
+                "learning_rate, a lower gradient_clipping or precision=no"
             )
         # before the step is saved, so that a kill can't lose an export; the last one is the result
         if recipe.export_every and step % recipe.export_every == 0 and step < steps:
-            out = folder.exported(step)
+            out = folder.path / f"model-{step:06}"
             export_to(out)
             say(f"the model after step {step} is in {out}")
         if step % recipe.save_every == 0:
@@ -313,16 +314,6 @@ def train(
                 raise StoppedError(
                     f"stopped by {names[0]} {done}: run the same command again to resume"
                 )
-
-
-def finish(export_to: Export, folder: RunFolder) -> RunSummary | None:
-    """Write the trained model and, last, the summary, which is returned on the main process."""
-    summary = export_to(folder.model)
-    if summary:
-        # a run may have been killed between its last checkpoint and this point
-        folder.checkpoints.prune()
-        write_json(folder.summary, summary.as_json())
-    return summary
 
 
 def export(
@@ -357,16 +348,13 @@ def export(
             if recipe.lora:
                 model = merged_model(model, source.local_folder)
             lines = read_metrics(metrics)
-            alpha = None
-            if recipe.pretraining_tokens:
-                alpha = progress.tokens / recipe.pretraining_tokens
             summary = RunSummary(
                 **measurement("uptrain", command, device),
                 processes=started(),
                 model=str(out),
                 steps=progress.step,
                 tokens=progress.tokens,
-                alpha=alpha,
+                alpha=recipe.pretraining_tokens and progress.tokens / recipe.pretraining_tokens,
                 skipped_steps=progress.skipped,
                 changes=progress.changes,
                 recipe=progress.recipe,

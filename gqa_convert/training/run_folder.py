@@ -44,10 +44,6 @@ class RunFolder:
         self.dataset_commits = self.path / "dataset_commits.json"
         self.recipe = self.path / "resolved_recipe.yaml"
 
-    def exported(self, step: int) -> Path:
-        """Where the model after a step is exported to, before the run ends."""
-        return self.path / f"model-{step:06}"
-
     def refuse_foreign(self) -> None:
         """Refuse a checkpoint, and a folder in which files that no run wrote have the names of a
         run's files; other files are ignored.

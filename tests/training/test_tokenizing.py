@@ -57,7 +57,8 @@ def test_the_run_finds_the_tokens(home: Path, tmp_path: Path, cache: Path) -> No
     found = tokenize_recipe(path, on_tokenize=lambda *report: seen.append(report))
     assert {label for label, _, _ in seen} == {str(home / "text.txt"), str(home / "other.txt")}
     (source,) = found.sources
-    assert (source.source, source.complete, source.revision) == (str(home / "text.txt"), True, None)
+    assert (source["source"], source["complete"]) == (str(home / "text.txt"), True)
+    assert source["revision"] is None
     assert (found.steps, found.samples) == (2, 4)
     assert found.cache == str(cache)
     assert len(list(cache.glob("*.tokens"))) == 2
@@ -74,8 +75,8 @@ def test_a_stream_is_tokenised_as_far_as_the_run_needs_it(
     seen: list[tuple[str, int, int]] = []
     found = tokenize_recipe(path, on_tokenize=lambda *report: seen.append(report))
     (source,) = found.sources
-    assert (source.revision, source.complete, found.samples) == ("a" * 40, False, 200)
-    assert 6400 <= source.tokens < 9000
+    assert (source["revision"], source["complete"], found.samples) == ("a" * 40, False, 200)
+    assert 6400 <= source["tokens"] < 9000
     assert {label for label, _, _ in seen} == {"org/some"}
     assert seen[-1][1] == seen[-1][2] >= 6400
 

@@ -356,7 +356,7 @@ def test_divergence_ends_a_run_that_can_go_on_otherwise(
     with pytest.raises(
         DivergedError,
         match=(
-            r"5 consecutive steps up to step 8 .* is intact: run again with a lower learning_rate"
+            r"5 consecutive steps up to step 8 .*: run again from the last checkpoint with a lower"
         ),
     ):
         run(home, output, **keys)

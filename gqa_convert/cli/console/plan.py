@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from tempfile import gettempdir
+from typing import Any
 
 from gqa_convert.checkpoint.provenance import BeforeAfter
 from gqa_convert.conversion.estimate import Needs
@@ -103,7 +104,7 @@ def _changes(plan: Plan) -> list[Row]:
     """The rows of changed tensors; layers in which the same tensor changes in the same way are
     counted.
     """
-    layers: Counter[tuple[tuple[str, str], ...]] = Counter()
+    layers: Counter[Any] = Counter()
     for change in plan.changes:
         row = {
             "tensor": re.sub(r"^.*?\b\d+\.", "", change.name),

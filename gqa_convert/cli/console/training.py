@@ -43,7 +43,7 @@ def show_training(summary: "RunSummary") -> None:
 
 def show_tokenized(found: "TokenizedRecipe") -> None:
     """Print the tokens of each source and where they are."""
-    rows = {source.source: f"{source.tokens:,} tokens" for source in found.sources}
+    rows = {each["source"]: f"{each['tokens']:,} tokens" for each in found.sources}
     show_done(
         f"text for {found.samples:,} samples in {found.steps:,} steps",
         rows | {"cache": found.cache},
