@@ -128,6 +128,7 @@ class Student:
         """
         with ExitStack() as stack:
             for trained, module in zip(self.layers, self._modules, strict=True):
+                # by its call, which runs the hooks of FSDP, and not by its forward
                 attend: Any = partial(trained.__call__, module.forward)
                 stack.enter_context(wrapped_forward(module, attend))
             if self._recomputed:

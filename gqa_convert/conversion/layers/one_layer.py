@@ -130,10 +130,10 @@ class OneLayer:
         if self._options.method.trains:
             weights = self._refitted(self._trained(weights))
         name = self._attention.name
-        share = self._error(weights) / error_of_mean if error_of_mean else 0.0
+        remaining = self._error(weights) / error_of_mean if error_of_mean else 0.0
         errors = {f"{name}.output": self._error(weights, 1)}
         tensors = self._layout.in_result_types(found | self._module.arrays(weights))
-        return tensors, LayerRecord(name, errors, order.tolist(), share**2)
+        return tensors, LayerRecord(name, errors, order.tolist(), remaining**2)
 
     def _install(self, merged: Heads) -> Tensors:
         """Let the attention module run with merged heads; returns the layer's tensors."""
@@ -198,13 +198,13 @@ class OneLayer:
         steps = self._options.steps
         if not steps or self._error(weights) < _EXACT:
             return weights
-        *_, share = self._repair(weights)
+        _, _, repairable = self._repair(weights)
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         optimizer = RelativeAdam([copies], RATE, steps)
         # the squared error counts relative to what it aims at
         power = numbers = 0.0
         for call in here(self._fitted):
-            power += float(call.squared(call.between(share)))
+            power += float(call.squared(call.between(repairable)))
             numbers += call.output.numel()
         mean_square = total(power) / total(numbers)
         by_number = {call.number: call for call in self._fitted}
@@ -214,11 +214,12 @@ class OneLayer:
             for call in here([by_number[number]] if number in by_number else []):
                 with torch.enable_grad():
                     output, _ = self._run(call, copies)
-                    error = call.squared(output.float() - call.between(share))
+                    error = call.squared(output.float() - call.between(repairable))
                     torch.autograd.backward(error / (call.all_numbers * mean_square or 1.0))
             optimizer.step()
         found = {name: tensor.detach() for name, tensor in copies.items()}
-        return found if self._error(found, share) < self._error(weights, share) else weights
+        is_nearer = self._error(found, repairable) < self._error(weights, repairable)
+        return found if is_nearer else weights
 
     def _refitted(self, weights: Weights) -> Weights:
         """The weights with a change of the output projection that brings the student's residual
@@ -245,10 +246,10 @@ class OneLayer:
         projection; the strength that repairs most on validation text, None where each does harm;
         and the share that it repairs.
         """
-        fitted, validation = (
-            self._regression(calls, weights) for calls in (self._fitted, self._validation)
-        )
-        return fitted, *by_first(partial(best_strength, fitted, validation))
+        fitted = self._regression(self._fitted, weights)
+        validation = self._regression(self._validation, weights)
+        strength, repairable = by_first(partial(best_strength, fitted, validation))
+        return fitted, strength, repairable
 
     def _regression(self, calls: Sequence[AttentionCall], weights: Weights) -> Regression:
         sums = Regression(biased=self._layout.output_names[1] in weights)

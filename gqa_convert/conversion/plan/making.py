@@ -165,7 +165,7 @@ def _layer_changes(
                 names[group], (size, *shape), entry, applied.name, sources, sections, groups=1
             )
     # what absorbs maps
-    if limits is None or applied is not method:
+    if limits is None or kv_heads >= layer.kv_heads:
         return
     constraints = {family.query: limits.key_constraint, family.output: limits.value_constraint}
     for projection, constraint in constraints.items():

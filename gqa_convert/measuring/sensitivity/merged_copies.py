@@ -137,8 +137,8 @@ def load_inputs(
     precision = precision_of(is_reduced(plan, running), running)
     before, validation = hold_out(before, VALIDATED)
     merged_on = [*before, *beginnings(before, batches), *validation]
-    # the last batch is validation text, unless there is too little
-    merged_on[_SHORT_BATCHES - 1 : -1] = []
+    if len(merged_on) > _SHORT_BATCHES:  # the last one is for validation
+        merged_on = [*merged_on[: _SHORT_BATCHES - 1], merged_on[-1]]
     options = FitOptions(
         method=CALIBRATED_DEFAULT,
         steps=min(steps_per_layer(text), SHORT_STEPS),
