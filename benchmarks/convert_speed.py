@@ -26,7 +26,7 @@ from typing import Any
 
 from synthetic import make_llama
 
-GROUPS = "8"
+KV_HEADS = "8"
 CACHES = ["warm", "cold"]
 KEYS = ("cache", "round", "name")
 """What tells runs apart."""
@@ -77,7 +77,7 @@ def warm(folder: Path) -> None:
 
 def contenders(source: Path, out: Path) -> dict[str, list[str]]:
     """The commands by name."""
-    convert = ["convert", str(source), str(out), "--kv-heads", GROUPS, "--method", "mean"]
+    convert = ["convert", str(source), str(out), "--kv-heads", KV_HEADS, "--method", "mean"]
     return {
         "cp": ["sh", "-c", f"cp -r --reflink=never '{source}' '{out}' && sync '{out}'/* '{out}'"],
         "gqa-convert": [sys.executable, "-m", "gqa_convert", *convert],

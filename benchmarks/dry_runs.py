@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     num_attention_heads: int
     num_key_value_heads: int
     vocab_size: int
-    groups: int
+    kv_heads: int
 
 
 MODELS = {
@@ -69,7 +69,7 @@ def tensors(shape: Shape) -> dict[str, list[int]]:
 def write_sparse(folder: Path, shape: Shape) -> None:
     """A checkpoint whose weights are a hole."""
     folder.mkdir()
-    stated = {key: value for key, value in shape._asdict().items() if key != "groups"}
+    stated = {key: value for key, value in shape._asdict().items() if key != "kv_heads"}
     config = stated | {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -88,11 +88,11 @@ def write_sparse(folder: Path, shape: Shape) -> None:
         file.truncate(8 + len(written) + offset)
 
 
-def dry_run(source: Path, groups: int, processes: int, free: int, gpu: str) -> Needs:
+def dry_run(source: Path, kv_heads: int, processes: int, free: int, gpu: str) -> Needs:
     """The estimate of a conversion where so many GB of each process's GPU are free."""
     machine = {"gpu_driver": True, "gpu": True, "gpu_name": gpu, "bfloat16": True}
     os.environ[STATED] = json.dumps(machine | {"memory": free * 10**9})
-    plan = make_plan(open_checkpoint(source), groups, method="fit")
+    plan = make_plan(open_checkpoint(source), kv_heads, method="fit")
     return estimate_needs(plan, CalibrationOptions("python-stdlib"), processes)
 
 
@@ -103,9 +103,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / name
             write_sparse(source, shape)
-            heads = f"{shape.num_key_value_heads} -> {shape.groups}"
+            heads = f"{shape.num_key_value_heads} -> {shape.kv_heads}"
             for processes, free, gpu in GPUS:
-                found = dry_run(source, shape.groups, processes, free, gpu)
+                found = dry_run(source, shape.kv_heads, processes, free, gpu)
                 sizes = (found.least_memory_bytes, found.memory_bytes)
                 asked = " to ".join(f"{nbytes / 1e9:.0f}" for nbytes in sizes)
                 left_out = "; ".join(found.left_out) or "nothing"

@@ -214,13 +214,13 @@ def measure_uptraining(settings: Settings) -> dict[str, Any]:
     """Tokens per second and memory of `uptrain` with the source as teacher, beside the memory
     that it estimates.
     """
-    layers, hidden, groups = (2, 512, 1) if settings.small else (8, 2048, 4)
+    layers, hidden, kv_heads = (2, 512, 1) if settings.small else (8, 2048, 4)
     steps, length, batch = (3, 64, 2) if settings.small else (20, 2048, 4)
     source = make_source(settings.folder / "source", layers=layers, hidden=hidden)
     model = settings.folder / "model"
     found: dict[str, Any] = {
         "converting": run(
-            settings, "convert", source, model, "--kv-heads", str(groups), "--method", "mean"
+            settings, "convert", source, model, "--kv-heads", str(kv_heads), "--method", "mean"
         )
     }
     recipes = {}
@@ -297,19 +297,19 @@ def measure_fit(settings: Settings) -> dict[str, Any]:
         "bundled model, verified": run(settings, "verify", fitted, "--source", DEMO),
     }
     layer = make_source(settings.folder / "layer", layers=1, hidden=512 if settings.small else 4096)
-    groups = 2 if settings.small else 8
+    kv_heads = 2 if settings.small else 8
     shaped = [
         "convert",
         layer,
         settings.folder / "none",
         "--kv-heads",
-        str(groups),
+        str(kv_heads),
         *text,
         "--kl-steps",
         "0",
     ]
     found["one layer, dry run"] = run(settings, *shaped, "--dry-run")
-    found["one layer"] = fit_layer(layer, settings.folder / "wide", groups, small=settings.small)
+    found["one layer"] = fit_layer(layer, settings.folder / "wide", kv_heads, small=settings.small)
     return found
 
 
@@ -319,11 +319,11 @@ def measure_last_stage(settings: Settings) -> dict[str, Any]:
 
     Layers are merged in closed form, on little text, since only the stage behind them is measured.
     """
-    layers, hidden, groups, steps = (2, 512, 1, 2) if settings.small else (32, 4096, 8, 6)
+    layers, hidden, kv_heads, steps = (2, 512, 1, 2) if settings.small else (32, 4096, 8, 6)
     source = make_source(settings.folder / "whole", layers=layers, hidden=hidden)
     out = settings.folder / "stage"
     text = ["--calibration", "python-stdlib", "--calibration-tokens", "4k", "--no-mix"]
-    text += ["--fit-steps", "0", "--kl-steps", str(steps), "--kv-heads", str(groups)]
+    text += ["--fit-steps", "0", "--kl-steps", str(steps), "--kv-heads", str(kv_heads)]
     found: dict[str, Any] = {"dry run": run(settings, "convert", source, out, *text, "--dry-run")}
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -338,7 +338,7 @@ def measure_last_stage(settings: Settings) -> dict[str, Any]:
     )
     began = time.perf_counter()
     done = convert_checkpoint(
-        source, out, groups, ConversionOptions(calibration=calibration), on_layer=note
+        source, out, kv_heads, ConversionOptions(calibration=calibration), on_layer=note
     )
     found["seconds"] = round(time.perf_counter() - began, 1)
     found["kl"] = asdict(done.calibration.kl) if done.calibration and done.calibration.kl else None
@@ -349,7 +349,7 @@ def measure_last_stage(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str, Any]:
+def fit_layer(source: Path, out: Path, kv_heads: int, *, small: bool) -> dict[str, Any]:
     """`fit` of a layer without the last stage, in this process: the seconds of each stage and
     torch's peak of memory.
     """
@@ -367,7 +367,7 @@ def fit_layer(source: Path, out: Path, groups: int, *, small: bool) -> dict[str,
     if small:
         calibration = replace(calibration, tokens=1000, steps=2)
     done = convert_checkpoint(
-        source, out, groups, ConversionOptions(calibration=calibration), on_layer=next_stage
+        source, out, kv_heads, ConversionOptions(calibration=calibration), on_layer=next_stage
     )
     next_stage(FitProgress("", 0, 0))
     found = {

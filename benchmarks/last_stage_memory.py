@@ -48,7 +48,7 @@ SHAPES = {
         "vocab_size": 151_936,
     },
 }
-HEADS, GROUPS = 16, 4
+HEADS, KV_HEADS = 16, 4
 
 
 def measure(shape: str, *, recompute: bool) -> dict[str, float]:
@@ -59,13 +59,13 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             **SHAPES[shape], num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=64
         )
         LlamaForCausalLM(config).bfloat16().save_pretrained(source)
-        plan = make_plan(open_checkpoint(source), GROUPS, method="factor")
+        plan = make_plan(open_checkpoint(source), KV_HEADS, method="factor")
         with LayerStore(Path(folder) / "out", {}, keep=False) as store:
             layouts = layouts_of(plan)
             with open_layers(plan) as read_layer:
-                for number, (layer, groups) in enumerate(plan.merged_layers):
+                for number, (layer, kv_heads) in enumerate(plan.merged_layers):
                     source_layer = read_layer(layouts[layer.module])
-                    store.write(layer_key(number), pooled(source_layer, groups), {})
+                    store.write(layer_key(number), pooled(source_layer, kv_heads), {})
             model = open_model(source, halves=holds_halves(plan, "cpu"))
             batches = [{"input_ids": torch.randint(config.vocab_size, (1, TOKENS))}]
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -79,11 +79,13 @@ def measure(shape: str, *, recompute: bool) -> dict[str, float]:
             return {"estimated": estimated, "measured": peak() - before}
 
 
-def pooled(layer: SourceLayer, groups: int) -> Tensors:
+def pooled(layer: SourceLayer, kv_heads: int) -> Tensors:
     """A layer's tensors with pooled heads."""
     heads = layer.layout.split_heads(layer.tensors)
-    keys, values = regroup_heads(heads.keys, groups), regroup_heads(heads.values, groups)
-    return layer.layout.merge_heads(replace(heads, keys=keys, values=values), layer.tensors, groups)
+    keys, values = regroup_heads(heads.keys, kv_heads), regroup_heads(heads.values, kv_heads)
+    return layer.layout.merge_heads(
+        replace(heads, keys=keys, values=values), layer.tensors, kv_heads
+    )
 
 
 def peak() -> int:

@@ -221,12 +221,12 @@ def main() -> None:
     if not source.exists():
         train(source)
     write_texts(folder)
-    records = Records(options.output, ("groups", "text", "seed"), "benchmarks.pairs")
-    cell = records.cell(groups=12, text="source", seed=0)
+    records = Records(options.output, ("kv_heads", "text", "seed"), "benchmarks.pairs")
+    cell = records.cell(kv_heads=12, text="source", seed=0)
     if "exact" not in cell:
         cell |= score(source, source, folder)
         records.write()
-    for groups in options.kv_heads:
+    for kv_heads in options.kv_heads:
         ways = [("mean", 0, ["--method", "mean"])]
         for seed in options.seeds:
             ways += [
@@ -234,17 +234,17 @@ def main() -> None:
                 for text in TEXTS
             ]
         for text, seed, words in ways:
-            cell = records.cell(groups=groups, text=text, seed=seed)
+            cell = records.cell(kv_heads=kv_heads, text=text, seed=seed)
             if "exact" in cell:
                 continue
             out = folder / "out"
             _, minutes = gqa_convert(
-                "convert", source, out, "--kv-heads", str(groups), *words, "--overwrite"
+                "convert", source, out, "--kv-heads", str(kv_heads), *words, "--overwrite"
             )
             cell |= minutes | score(out, source, folder)
             records.write()
             print(
-                groups,
+                kv_heads,
                 text,
                 seed,
                 {key: round(cell[key], 4) for key in ("exact", "loss", "kl")},

@@ -27,7 +27,7 @@ from .text import KINDS
 
 OUTPUT = Path("docs/results/real.json")
 FOLDER = Path("~/.cache/gqa-convert/real")
-GROUPS = 1
+KV_HEADS = 1
 OWN = "self"
 METHODS: dict[str, list[str]] = {
     "mean": ["--method", "mean"],
@@ -43,7 +43,7 @@ METHODS: dict[str, list[str]] = {
     "budget": ["--kv-budget", "47%", "--calibration"],
 }
 """The rows of the comparison, by the options of `convert`; those that end in `--calibration` get
-text, and all but that with a budget `GROUPS`.
+text, and all but that with a budget `KV_HEADS`.
 """
 
 
@@ -113,11 +113,11 @@ def measure(
         "calibration_tokens": options.calibration_tokens if text else None,
         "seed": seed,
     }
-    cell = records.cell(model=source.name, groups=GROUPS, method=method, **keys)
+    cell = records.cell(model=source.name, kv_heads=KV_HEADS, method=method, **keys)
     out = options.folder / "converted" / f"{source.name}-{method}-{text}-{seed}"
     given: list[str | Path] = list(METHODS[method])
     if "--kv-budget" not in given:
-        given = ["--kv-heads", str(GROUPS), *given]
+        given = ["--kv-heads", str(KV_HEADS), *given]
     if text:
         files = [
             name if name == OWN else options.folder / "text" / f"{name}-calibration.jsonl"
@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     source = options.folder / options.model
     records = Records(
         options.output,
-        ("model", "groups", "method", "calibration", "calibration_tokens", "seed"),
+        ("model", "kv_heads", "method", "calibration", "calibration_tokens", "seed"),
         "benchmarks.real",
     )
     own = records.data["models"].setdefault(options.model, {}).setdefault("scores", {})

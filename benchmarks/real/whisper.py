@@ -54,7 +54,7 @@ def spoken(folder: Path, count: int, *, held_out: bool, seed: int) -> Path:
 
 def measure(cell: Cell, options: argparse.Namespace) -> None:
     """Convert by the cell's method, and score the result."""
-    method, groups, seed = cell["method"], cell["groups"], cell["seed"]
+    method, kv_heads, seed = cell["method"], cell["kv_heads"], cell["seed"]
     given: list[str | Path] = ["--method", "mean"]
     if method != "mean":
         sound = spoken(
@@ -67,9 +67,9 @@ def measure(cell: Cell, options: argparse.Namespace) -> None:
             str(seed),
             *(["--kl-steps", "0"] if method == "layers" else []),
         ]
-    out = options.folder / f"{method}-{groups}-{seed}"
+    out = options.folder / f"{method}-{kv_heads}-{seed}"
     _, took = gqa_convert(
-        "convert", options.source, out, "--kv-heads", str(groups), "--overwrite", *given
+        "convert", options.source, out, "--kv-heads", str(kv_heads), "--overwrite", *given
     )
     cell |= {"minutes": took["core_minutes"], **scored(out, options.source, options.folder)}
 
@@ -81,10 +81,10 @@ def report(data: dict[str, Any]) -> str:
     rows = [["8", "source", "", "", f"{source['loss']:.2f}", "", errors, ""]]
     found: dict[tuple[int, str], list[Cell]] = {}
     for cell in data["cells"]:
-        found.setdefault((cell["groups"], cell["method"]), []).append(cell)
-    for groups, method in sorted(found, key=lambda key: (-key[0], list(METHODS).index(key[1]))):
-        cells = found[groups, method]
-        row = [str(groups), METHODS[method], str(len(cells)) if method != "mean" else ""]
+        found.setdefault((cell["kv_heads"], cell["method"]), []).append(cell)
+    for kv_heads, method in sorted(found, key=lambda key: (-key[0], list(METHODS).index(key[1]))):
+        cells = found[kv_heads, method]
+        row = [str(kv_heads), METHODS[method], str(len(cells)) if method != "mean" else ""]
         row.append(f"{statistics.mean(cell['minutes'] for cell in cells):.0f}")
         row.append(over_seeds([cell["loss"] for cell in cells], "{:.2f}"))
         row.append(over_seeds([cell["kl"] for cell in cells], "{:.3f}"))
@@ -131,14 +131,16 @@ def main() -> None:
     options = parser.parse_args()
     options.folder = options.folder.expanduser()
     spoken(options.folder / "held-out", options.sentences, held_out=True, seed=0)
-    records = Records(options.output, ("method", "groups", "seed"), "benchmarks.real.whisper")
+    records = Records(options.output, ("method", "kv_heads", "seed"), "benchmarks.real.whisper")
     source = records.data["models"].setdefault("whisper-base", {})
     if "scores" not in source:
         source["scores"] = scored(options.source, options.source, options.folder)
     for seed in options.seeds:
-        for groups in options.kv_heads:
+        for kv_heads in options.kv_heads:
             for method in options.methods:
-                cell = records.cell(model="whisper-base", method=method, groups=groups, seed=seed)
+                cell = records.cell(
+                    model="whisper-base", method=method, kv_heads=kv_heads, seed=seed
+                )
                 if "loss" not in cell and (method != "mean" or not seed):
                     measure(cell, options)
                     records.write()

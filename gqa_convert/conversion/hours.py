@@ -51,7 +51,7 @@ def calibration_hours(
     trained = BATCH_TOKENS * decisions.last_stage_steps(plan, options)
     forward = forward_operations(plan)
     merged = plan.merged_layers
-    attention = 2 * sum(plan.attention_numbers(layer, groups) for layer, groups in merged)
+    attention = 2 * sum(plan.attention_numbers(layer, kv_heads) for layer, kv_heads in merged)
     # source and student pass all layers, whose inputs are measured
     operations = 2.0 * tokens * (forward + attention)
     if plan.merge_method.trains:

@@ -122,23 +122,23 @@ def _merge_weights(plan: Plan, store: LayerStore, on_progress: OnProgress) -> No
     """
     layouts = layouts_of(plan)
     with open_layers(plan) as read_layer:
-        for number, (layer, groups) in enumerate(plan.merged_layers):
+        for number, (layer, kv_heads) in enumerate(plan.merged_layers):
             record = store.layer(number)
             if record is None:
-                tensors, record = _merged_by_weights(read_layer(layouts[layer.module]), groups)
+                tensors, record = _merged_by_weights(read_layer(layouts[layer.module]), kv_heads)
                 store.write(layer_key(number), tensors, asdict(record))
             done = number + 1
             on_progress(FitProgress(MERGING_LAYERS, done, len(plan.merged_layers), layer=record))
 
 
-def _merged_by_weights(source: SourceLayer, groups: int) -> tuple[Tensors, LayerRecord]:
+def _merged_by_weights(source: SourceLayer, kv_heads: int) -> tuple[Tensors, LayerRecord]:
     """The tensors of a merged layer as they are published, and its record."""
     limits, unmeasured = source.limits, Moments()
     heads = source.layout.split_heads(source.tensors)
-    order = find_head_order(heads, groups, limits, unmeasured)
+    order = find_head_order(heads, kv_heads, limits, unmeasured)
     heads = reorder_heads(heads, order)
-    merged = merge_layer(heads, groups, limits, unmeasured)
+    merged = merge_layer(heads, kv_heads, limits, unmeasured)
     wide = {name: array.astype(np.float64) for name, array in source.tensors.items()}
-    joined = source.layout.merge_heads(merged, wide, groups)
+    joined = source.layout.merge_heads(merged, wide, kv_heads)
     record = LayerRecord(source.layout.layer.module, {}, order.tolist())
     return source.layout.in_result_types(joined), record

@@ -293,7 +293,7 @@ def last_stage_bytes(plan: Plan, tokens: int, device: str, *, recompute: bool) -
 
 def _trained_numbers(plan: Plan) -> int:
     """How many numbers the projections of all merged layers have."""
-    return sum(plan.attention_numbers(layer, groups) for layer, groups in plan.merged_layers)
+    return sum(plan.attention_numbers(layer, kv_heads) for layer, kv_heads in plan.merged_layers)
 
 
 def block_tokens(plan: Plan, options: CalibrationOptions) -> int:

@@ -151,22 +151,24 @@ def _regroup(change: TensorChange, sources: SourceFiles, errors: dict[str, float
     array = np.concatenate([sources.read(name) for name in change.sources])
     rows = array.T if change.transposed else array
     heads = layouts.split(np.ascontiguousarray(rows), change.sections)
-    groups = change.groups
+    kv_heads = change.kv_heads
     squared_error = squared_norm = 0.0
     for number, section in enumerate(change.sections):
         if not section.merged:
             continue
-        if groups > section.heads:
-            heads[number] = heads[number].repeat(groups // section.heads, axis=0)
+        if kv_heads > section.heads:
+            heads[number] = heads[number].repeat(kv_heads // section.heads, axis=0)
             continue
         pooling = METHODS[change.method].pooling
         assert pooling is not None, f"{change.name} belongs to a layer that is not merged yet"
         dtype = STORED[change.entry.dtype]
-        heads[number], error, norm = pool_groups(heads[number], groups, pooling, dtype, change.name)
+        heads[number], error, norm = pool_groups(
+            heads[number], kv_heads, pooling, dtype, change.name
+        )
         squared_error += error
         squared_norm += norm
         errors[change.name] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-    joined = layouts.join(heads, layouts.regrouped(change.sections, groups))
+    joined = layouts.join(heads, layouts.regrouped(change.sections, kv_heads))
     return np.ascontiguousarray(joined.T) if change.transposed else joined
 
 

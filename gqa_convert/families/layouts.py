@@ -93,19 +93,21 @@ def fused(layout: FusedLayout, heads: int, kv_heads: int, head_dim: int) -> Sect
     )
 
 
-def regrouped(sections: Sections, groups: int) -> Sections:
+def regrouped(sections: Sections, kv_heads: int) -> Sections:
     """The layout of the converted tensor: section behind section, those that are merged with
-    `groups` heads. Where no number changes, it is the source's.
+    `kv_heads` heads. Where no number changes, it is the source's.
 
     Args:
         sections: the source's layout.
-        groups: K/V heads of the result.
+        kv_heads: K/V heads of the result.
     """
-    if all(section.heads == groups for section in sections if section.merged):
+    if all(section.heads == kv_heads for section in sections if section.merged):
         return sections
     heads: list[_Head] = []
     for section in sections:
-        heads += [(section.role, section.head_rows)] * (groups if section.merged else section.heads)
+        heads += [(section.role, section.head_rows)] * (
+            kv_heads if section.merged else section.heads
+        )
     return _in_order(heads)
 
 

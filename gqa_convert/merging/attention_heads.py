@@ -43,7 +43,7 @@ class Heads:
     output_bias: Array | None
 
     @property
-    def groups(self) -> int:
+    def kv_heads(self) -> int:
         return len(self.keys)
 
     def each(self, change: Callable[[Array], Array]) -> "Heads":
@@ -113,23 +113,23 @@ class LayerLayout:
         output_bias = tensors[bias].astype(np.float64) if bias in self.names else None
         return Heads(queries, rows["key"], rows["value"], outputs, output_bias)
 
-    def merge_heads(self, merged: Heads, tensors: Tensors, groups: int) -> Tensors:
+    def merge_heads(self, merged: Heads, tensors: Tensors, kv_heads: int) -> Tensors:
         """The layer's tensors in the result, in the types of those given, as arrays of the heads'
         library.
 
         Args:
-            merged: with `groups` K/V heads, or with fewer, each of which is then repeated.
+            merged: with `kv_heads` K/V heads, or with fewer, each of which is then repeated.
             tensors: the source's, or those of a result. A gate beside the queries is taken from
                 them, and the gains of key norms, which are averaged over each group.
-            groups: N.
+            kv_heads: N.
         """
         xp = array_namespace(merged.keys)
         rows = {
             "query": merged.queries.reshape(-1, *merged.queries.shape[2:]),
-            "key": regroup_heads(merged.keys, groups),
-            "value": regroup_heads(merged.values, groups),
+            "key": regroup_heads(merged.keys, kv_heads),
+            "value": regroup_heads(merged.values, kv_heads),
         }
-        result = self.merge_gains(tensors, groups)
+        result = self.merge_gains(tensors, kv_heads)
         for name, sections in self.projections.items():
             before = rows_first(tensors[name], self.transposed)
             dtype = getattr(xp, before.dtype.name)
@@ -140,7 +140,7 @@ class LayerLayout:
                     heads.append(on_device(layouts.split(before, sections)[1], merged.keys))
                 else:
                     heads.append(xp.astype(rows[section.role][..., without_bias], dtype))
-            joined = layouts.join(heads, layouts.regrouped(sections, groups))
+            joined = layouts.join(heads, layouts.regrouped(sections, kv_heads))
             result[name] = rows_first(joined, self.transposed)
         weight, bias = self.output_names
         columns = xp.astype(merged.outputs.swapaxes(2, 3), getattr(xp, tensors[weight].dtype.name))
@@ -166,8 +166,8 @@ class LayerLayout:
             result[name] = rounded(array, name, self.dtypes[name])
         return result
 
-    def merge_gains(self, tensors: Tensors, groups: int) -> Tensors:
-        """The gains of norms that count heads: averaged over each of `groups` groups, or repeated
+    def merge_gains(self, tensors: Tensors, kv_heads: int) -> Tensors:
+        """The gains of norms that count heads: averaged over each of `kv_heads` groups, or repeated
         for as many heads.
         """
         result: Tensors = {}
@@ -175,11 +175,11 @@ class LayerLayout:
             gains = np.concatenate([tensors[name] for name in names if name in tensors])
             gains_by_head = gains.astype(np.float64).reshape(-1, head_rows, *gains.shape[1:])
             regrouped = (
-                regroup_heads(gains_by_head, groups)
+                regroup_heads(gains_by_head, kv_heads)
                 .astype(gains.dtype)
                 .reshape(-1, *gains.shape[1:])
             )
-            result |= zip(names, np.split(regrouped, min(groups, len(names))), strict=False)
+            result |= zip(names, np.split(regrouped, min(kv_heads, len(names))), strict=False)
         return result
 
 
@@ -190,10 +190,10 @@ def rows_first(weight: Array, transposed: bool) -> Array:
     return weight.T if transposed and weight.ndim == 2 else weight
 
 
-def regroup_heads(heads: Array, groups: int) -> Array:
+def regroup_heads(heads: Array, kv_heads: int) -> Array:
     """[groups, ...]: means of contiguous heads, or each head as often as the others where there are
     not enough.
     """
-    if groups >= len(heads):
-        return array_namespace(heads).repeat(heads, groups // len(heads), axis=0)
-    return heads.reshape(groups, -1, *heads.shape[1:]).mean(1)
+    if kv_heads >= len(heads):
+        return array_namespace(heads).repeat(heads, kv_heads // len(heads), axis=0)
+    return heads.reshape(kv_heads, -1, *heads.shape[1:]).mean(1)

@@ -25,13 +25,15 @@ _LEAST = 1e-9
 """The least gain that counts, as a share of the sum of all losses: a smaller one is rounding."""
 
 
-def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments) -> Array:
+def find_head_order(
+    heads: Heads, kv_heads: int, limits: AbsorptionLimits, moments: Moments
+) -> Array:
     """An order of whole K/V heads, with the query heads that read them, in which neighbours merge
     with little loss.
 
     Args:
         heads: of the source.
-        groups: K/V heads of the result, a divisor of the source's.
+        kv_heads: K/V heads of the result, a divisor of the source's.
         limits: heads keep their order if one of them holds, because what can't be absorbed is
             averaged.
         moments: of the inputs.
@@ -41,15 +43,15 @@ def find_head_order(heads: Heads, groups: int, limits: AbsorptionLimits, moments
         another one gains nothing.
     """
     is_limited = limits.order_constraint or limits.key_constraint or limits.value_constraint
-    if is_limited or groups == 1 or groups >= heads.groups:
-        return np.arange(heads.groups)
+    if is_limited or kv_heads == 1 or kv_heads >= heads.kv_heads:
+        return np.arange(heads.kv_heads)
     still, turning = key_channels(heads, limits, moments)
     of_still, still_power = pair_losses(still)
     of_turning, turning_power = pair_losses(turning)
     of_values, value_power = pair_losses(value_channels(heads, moments))
     # the mean over all distances is half the greatest square
     of_keys = (of_still + of_turning / 2) / (still_power + turning_power / 2 or 1.0)
-    return group_heads(of_keys + of_values / (value_power or 1.0), groups)
+    return group_heads(of_keys + of_values / (value_power or 1.0), kv_heads)
 
 
 def reorder_heads(heads: Heads, order: Array) -> Heads:

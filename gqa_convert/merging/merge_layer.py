@@ -32,7 +32,7 @@ class Moments:
 
 def merge_layer(
     heads: Heads,
-    groups: int,
+    kv_heads: int,
     limits: AbsorptionLimits,
     moments: Moments,
     first_low: int | None = None,
@@ -41,7 +41,7 @@ def merge_layer(
 
     Args:
         heads: of the source.
-        groups: how many K/V heads remain.
+        kv_heads: how many K/V heads remain.
         limits: what may be absorbed.
         moments: of the inputs.
         first_low: rotary pairs from this index on have low frequencies and are merged like rows
@@ -56,22 +56,22 @@ def merge_layer(
         fewer groups than heads, the heads themselves: whether they are repeated does not matter
         here.
     """
-    if groups >= heads.groups:
+    if kv_heads >= heads.kv_heads:
         return heads
-    keys, queries = regroup_heads(heads.keys, groups), heads.queries
+    keys, queries = regroup_heads(heads.keys, kv_heads), heads.queries
     if not limits.key_constraint:
         xp = array_namespace(keys)
         still, pairs = limits.divide_rows(keys.shape[1], first_low)
         still_channels, turning_channels = key_channels(heads, limits, moments, first_low)
-        still_keys, still_queries = factor(still_channels, groups)
-        turning_keys, turning_queries = factor(turning_channels, groups)
+        still_keys, still_queries = factor(still_channels, kv_heads)
+        turning_keys, turning_queries = factor(turning_channels, kv_heads)
         # both kinds of rows go back to where they were in a head
         order = on_device(np.argsort(np.concatenate([still, pairs.reshape(-1)])), keys)
         keys = xp.concat([still_keys, _by_row(turning_keys)], axis=-2)[:, order]
         queries = xp.concat([still_queries, _by_row(turning_queries)], axis=-2)[:, :, order]
-    values, outputs = regroup_heads(heads.values, groups), heads.outputs
+    values, outputs = regroup_heads(heads.values, kv_heads), heads.outputs
     if not limits.value_constraint:
-        values, columns = factor(value_channels(heads, moments), groups)
+        values, columns = factor(value_channels(heads, moments), kv_heads)
         outputs = adjoint(columns)
     return replace(heads, queries=queries, keys=keys, values=values, outputs=outputs)
 
@@ -133,7 +133,7 @@ def _by_row(turning: Array) -> Array:
 
 
 def key_trials(
-    heads: Heads, groups: int, limits: AbsorptionLimits, moments: Moments
+    heads: Heads, kv_heads: int, limits: AbsorptionLimits, moments: Moments
 ) -> Callable[[int], Heads]:
     """Many merges of a layer's keys that begin at different frequencies, at little cost.
 
@@ -144,7 +144,7 @@ def key_trials(
 
     Args:
         heads: of the source.
-        groups: how many K/V heads remain.
+        kv_heads: how many K/V heads remain.
         limits: what may be absorbed.
         moments: of the inputs.
 
@@ -157,7 +157,7 @@ def key_trials(
     def single(array: Array) -> Array:
         return xp.astype(array, xp.float32)
 
-    rows = xp.reshape(heads.keys, (groups, -1, heads.keys.shape[-1]))
+    rows = xp.reshape(heads.keys, (kv_heads, -1, heads.keys.shape[-1]))
     key_root, key_inverse = root(gram(rows, moments.keys))
     of_queries = xp.sum(gram(heads.queries, moments.queries), axis=1)
     query_root, query_inverse = root(of_queries)
@@ -170,7 +170,7 @@ def key_trials(
     keys_alone = replace(limits, value_constraint="values are not looked at")
 
     def trial(first_low: int) -> Heads:
-        merged = merge_layer(small, groups, keys_alone, Moments(), first_low)
+        merged = merge_layer(small, kv_heads, keys_alone, Moments(), first_low)
         key_maps = xp.astype(merged.keys, key_inverse.dtype) @ key_inverse
         query_maps = xp.astype(merged.queries, query_inverse.dtype) @ query_inverse[:, None]
         return replace(

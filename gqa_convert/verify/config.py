@@ -35,7 +35,7 @@ def check_config(result: Result) -> str:
     and for the keys that lead to a modelling file and say what that was tested with.
     """
     compare_json(CONFIG, result.inputs.out_config, _expected_config(result))
-    return f"SOURCE's, with {result.groups} K/V heads"
+    return f"SOURCE's, with {result.kv_heads} K/V heads"
 
 
 def _expected_config(result: Result) -> JsonObject:
@@ -43,7 +43,7 @@ def _expected_config(result: Result) -> JsonObject:
     family = inputs.family
     modeling = result.modeling
     original = inputs.converted.config
-    groups = result.groups
+    kv_heads = result.kv_heads
     added = legacy_config_keys(original)
     if modeling:
         tested = inputs.out_config.get(TESTED_KEY, TESTED)  # another version's, too
@@ -52,18 +52,18 @@ def _expected_config(result: Result) -> JsonObject:
         return restate(modeling, original, tuple(result.counts)) | added
 
     # the numbers; the stock class of another type does not know the family's keys
-    changes = {"multi_query_attention": True, "multi_query_group_num": groups}
+    changes = {"multi_query_attention": True, "multi_query_group_num": kv_heads}
     if modeling or not family.modeling:
-        changes |= dict.fromkeys(family.kv_heads_keys, groups)
+        changes |= dict.fromkeys(family.kv_heads_keys, kv_heads)
         if family.one_kv_head_key:
-            changes[family.one_kv_head_key] = groups == 1
+            changes[family.one_kv_head_key] = kv_heads == 1
 
     # of a composite model they stand in the decoder's config, and beside it only where SOURCE's do
     expected = section = copy.deepcopy(original)
     if family.is_composite:
         if key := decoder_section(original):
             section = expected[key]
-            expected |= {key: groups for key in family.kv_heads_keys if key in expected}
+            expected |= {key: kv_heads for key in family.kv_heads_keys if key in expected}
         for key, value in legacy_config_keys(inputs.decoder_config).items():
             section.setdefault(key, value)
     for dotted, value in changes.items():
@@ -118,7 +118,7 @@ def check_provenance(result: Result) -> str:
         "model_type": inputs.family.model_type,
         "heads": result.decoder[0].heads,
         "source_kv_heads": max(module.before for module in result.decoder),
-        "kv_heads": result.groups,
+        "kv_heads": result.kv_heads,
         "method": result.method,
         "route": "own file" if result.modeling else route,
         "source": inputs.named.config.get("model_type"),

@@ -223,7 +223,7 @@ class ModelChecks:
             ours = self.caches[kind]
             wanted = theirs
             if self.result.changed:
-                counts = self.result.groups
+                counts = self.result.kv_heads
                 if isinstance(counts, int):
                     counts = [counts] * len(theirs)  # some layers may keep no keys
                 layers = zip(counts, theirs, strict=True)

@@ -119,7 +119,7 @@ class Result:
         kinds: the number of modules of each kind.
         decoder: the modules of the decoder's self-attention, in the order of the layers.
         counts: K/V heads of OUT in each layer of the decoder.
-        groups: the same; one number where all layers have it.
+        kv_heads: the same; one number where all layers have it.
         changed: the modules with another number of K/V heads in OUT than in SOURCE.
         merged: the modules with fewer.
         method: the claimed method, unless the heads show another: heads that do not become fewer
@@ -140,7 +140,7 @@ class Result:
         decoder = [module for module in self.modules if module.kind == "decoder"]
         self.decoder = sorted(decoder, key=_layer_number)
         self.counts = [module.after for module in self.decoder]
-        self.groups = self.counts if len(set(self.counts)) > 1 else self.counts[0]
+        self.kv_heads = self.counts if len(set(self.counts)) > 1 else self.counts[0]
         self.changed = [module for module in self.modules if module.before != module.after]
         self.merged = [module for module in self.modules if module.after < module.before]
         self.method = inputs.claims.get("method") if self.merged else "repeat"

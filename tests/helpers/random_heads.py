@@ -54,10 +54,10 @@ def reconstruction_errors(
     """
     if merged is source:
         return 0.0, 0.0
-    keys = regroup_heads(merged.keys, source.groups)
-    repeated = replace(merged, keys=keys, values=regroup_heads(merged.values, source.groups))
+    keys = regroup_heads(merged.keys, source.kv_heads)
+    repeated = replace(merged, keys=keys, values=regroup_heads(merged.values, source.kv_heads))
     of_scores, of_values = np.zeros(2), np.zeros(2)
-    for head in range(source.groups):  # one by one, since complex copies of a whole layer are large
+    for head in range(source.kv_heads):  # one by one: complex copies are large
         before, after = (
             reorder_heads(source, np.array([head])),
             reorder_heads(repeated, np.array([head])),

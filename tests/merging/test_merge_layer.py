@@ -56,8 +56,8 @@ def summed_errors(
 ) -> tuple[float, float]:
     """One by one, over every query head."""
     lost, total = np.zeros(2), np.zeros(2)
-    for head in range(source.groups):
-        group = head * merged.groups // source.groups
+    for head in range(source.kv_heads):
+        group = head * merged.kv_heads // source.kv_heads
         for number in range(R):
             before = scores_at(source.queries[head, number], source.keys[head], pairs, asking, seen)
             after = scores_at(merged.queries[head, number], merged.keys[group], pairs, asking, seen)

@@ -111,11 +111,11 @@ class Student:
         # the merged layers, inside the modules in whose place they compute
         self.layers: list[TrainedLayer] = []
         layouts = layouts_of(plan)
-        for number, (layer, groups) in enumerate(plan.merged_layers):
+        for number, (layer, kv_heads) in enumerate(plan.merged_layers):
             module = self._modules[number]
             tensors = store.read(layer_key(number))
             layout = layouts[layer.module]
-            trained = TrainedLayer(MergedAttention(layout, tensors, groups, module))
+            trained = TrainedLayer(MergedAttention(layout, tensors, kv_heads, module))
             module.add_module(_TRAINED, trained)
             if self.is_sharded:
                 shard_as(model, trained)

@@ -110,16 +110,16 @@ def _pass_layers(
                 weights: Replacements = {}
                 for name in layer.attention:
                     number = numbers[name]
-                    layout, groups = layouts[name], plan.layer_kv_heads[name]
+                    layout, kv_heads = layouts[name], plan.layer_kv_heads[name]
                     if name in missing:
                         # read first, since it names a tensor that holds NaN
                         opened = read_layer(layout)
                         attention = student.attention(layer, name, weights, streams.pop(name))
-                        tensors, record = OneLayer(attention, opened, groups, options, tell).fit()
+                        tensors, record = OneLayer(attention, opened, kv_heads, options, tell).fit()
                         store.write(layer_key(number), tensors, asdict(record))
                     # the student goes on with what the result will have
                     stored = store.read_result(number)
-                    merged = MergedAttention(layout, stored, groups, walk.module(name))
+                    merged = MergedAttention(layout, stored, kv_heads, walk.module(name))
                     weights = {**weights, name: merged.installed}
                     done += 1
                     found = store.layer(number)

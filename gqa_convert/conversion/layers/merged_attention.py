@@ -46,7 +46,7 @@ class MergedAttention:
     Args:
         layout: of the source's layer.
         tensors: of the merged layer, as the result has them.
-        groups: its K/V heads.
+        kv_heads: its K/V heads.
         module: the loaded module.
 
     Attributes:
@@ -55,9 +55,9 @@ class MergedAttention:
             size.
     """
 
-    def __init__(self, layout: LayerLayout, tensors: Tensors, groups: int, module: Any) -> None:
+    def __init__(self, layout: LayerLayout, tensors: Tensors, kv_heads: int, module: Any) -> None:
         self.layout, self._module = layout, module
-        self._groups, self._times = groups, layout.layer.kv_heads // groups
+        self._kv_heads, self._times = kv_heads, layout.layer.kv_heads // kv_heads
         self._device = next(module.parameters()).device
         self._prefix = f"{layout.layer.module}."
         self.tensors: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class MergedAttention:
             tensor: of the result.
             sections: of the source's rows.
         """
-        own = layouts.regrouped(sections, self._groups)
+        own = layouts.regrouped(sections, self._kv_heads)
         axis = 1 if self.layout.transposed and tensor.ndim == 2 else 0
         numbers = layouts.split(np.arange(tensor.shape[axis]), own)
         roles = [section.role for section in own]
@@ -146,7 +146,7 @@ class MergedAttention:
         return {name: tensor.cpu().numpy() for name, tensor in self.joined(tensors).items()}
 
     def _repeat(self, _: Any, __: Any, output: Tensor) -> Tensor:
-        heads = output.unflatten(-1, (self._groups, 1, -1))
+        heads = output.unflatten(-1, (self._kv_heads, 1, -1))
         return heads.expand(*heads.shape[:-2], self._times, -1).flatten(-3)
 
 

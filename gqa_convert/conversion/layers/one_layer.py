@@ -73,7 +73,7 @@ class OneLayer:
     Args:
         attention: the module, with its calls in the student.
         layer: the source's.
-        groups: K/V heads of the result.
+        kv_heads: K/V heads of the result.
         options: how to fit it.
         tell: called with the name of each stage.
 
@@ -85,13 +85,13 @@ class OneLayer:
         self,
         attention: CapturedAttention,
         layer: SourceLayer,
-        groups: int,
+        kv_heads: int,
         options: FitOptions,
         tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
         check_holds(attention.module, layer)
         self._attention, self._layer, self._layout = attention, layer, layer.layout
-        self._groups, self._options, self._tell = groups, options, tell
+        self._kv_heads, self._options, self._tell = kv_heads, options, tell
         self._tensors = {name: array.astype(np.float32) for name, array in layer.tensors.items()}
         self._first = attention.batches - options.validation
         """The number of the first batch that decides between candidates."""
@@ -106,23 +106,23 @@ class OneLayer:
         Raises:
             NonFiniteError: a number is too large for its type.
         """
-        limits, groups = self._layer.limits, self._groups
+        limits, kv_heads = self._layer.limits, self._kv_heads
         self._tell("statistics")
         moments = moments_of(self._attention.calls)
         source = heads_on(self._layer, self._attention.calls[0].weights.device)
         # mean pooling, for comparison
-        keys, values = regroup_heads(source.keys, groups), regroup_heads(source.values, groups)
+        keys, values = regroup_heads(source.keys, kv_heads), regroup_heads(source.values, kv_heads)
         self._install(replace(source, keys=keys, values=values))
         error_of_mean = self._error(self._module.tensors)
         # the closed form
         self._tell("head order")
-        order = by_first(partial(find_head_order, source, groups, limits, moments))
+        order = by_first(partial(find_head_order, source, kv_heads, limits, moments))
         source = reorder_heads(source, order)
         self._tell("low-frequency pairs")
         first_low = self._first_low_frequency(source, moments)
 
         def merged() -> Heads:
-            return merge_layer(source, groups, limits, moments, first_low).each(as_numpy)
+            return merge_layer(source, kv_heads, limits, moments, first_low).each(as_numpy)
 
         found = self._install(by_first(merged))
         weights = self._module.tensors
@@ -137,8 +137,10 @@ class OneLayer:
 
     def _install(self, merged: Heads) -> Tensors:
         """Let the attention module run with merged heads; returns the layer's tensors."""
-        tensors = self._layout.merge_heads(merged, self._tensors, self._groups)
-        self._module = MergedAttention(self._layout, tensors, self._groups, self._attention.module)
+        tensors = self._layout.merge_heads(merged, self._tensors, self._kv_heads)
+        self._module = MergedAttention(
+            self._layout, tensors, self._kv_heads, self._attention.module
+        )
         return tensors
 
     def _run(self, call: AttentionCall, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -171,11 +173,11 @@ class OneLayer:
         tokens = by_first(lambda: some.all_rows * some.hidden.shape[1])
         number = max(1, LOW_FREQUENCY_TOKENS // tokens)
         calls = [call for call in self._attention.calls if call.number < number]
-        trial = key_trials(source, self._groups, limits, moments)
+        trial = key_trials(source, self._kv_heads, limits, moments)
 
         def error(first_low: int) -> float:
-            tensors = layout.merge_heads(trial(first_low), self._tensors, source.groups)
-            unmerged = MergedAttention(layout, tensors, source.groups, self._attention.module)
+            tensors = layout.merge_heads(trial(first_low), self._tensors, source.kv_heads)
+            unmerged = MergedAttention(layout, tensors, source.kv_heads, self._attention.module)
             summed = 0.0
             with self._options.precision(), unmerged.installed():
                 for call in here(calls):

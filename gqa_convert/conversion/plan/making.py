@@ -162,7 +162,7 @@ def _layer_changes(
         for group in range(kv_heads):
             sources = tuple(names[group * size : (group + 1) * size])
             yield TensorChange(
-                names[group], (size, *shape), entry, applied.name, sources, sections, groups=1
+                names[group], (size, *shape), entry, applied.name, sources, sections, kv_heads=1
             )
     # what absorbs maps
     if limits is None or kv_heads >= layer.kv_heads:

@@ -60,7 +60,7 @@ class TensorChange:
         sources: the source's tensors with its K/V heads, joined along their first axis; more than
             one where each head has a tensor of its own, and none where it only absorbs maps.
         sections: where heads lie in them.
-        groups: heads of each section of the output whose heads are merged.
+        kv_heads: heads of each section of the output whose heads are merged.
         transposed: whether heads lie along the second axis (Conv1D).
     """
 
@@ -70,7 +70,7 @@ class TensorChange:
     method: str
     sources: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
-    groups: int = 0
+    kv_heads: int = 0
     transposed: bool = False
 
     def as_json(self) -> JsonObject:
