@@ -31,6 +31,8 @@ DatasetCommits = dict[str, str]
 """Commits by dataset and revision, such as `org/some@main`."""
 
 
+PAIR_FIELDS = ("source", "target")
+"""Of rows that hold pairs, where nothing is stated."""
 TextSource = Files | HubDataset
 SourceKind = Literal["text", "chat", "pairs"]
 KINDS: dict[SourceKind, str] = {
@@ -159,6 +161,16 @@ def first_row(text: TextSource) -> Row:
         row: Row = next(text.pieces(Fields((), "row"))).text
         return row
     return {}
+
+
+def with_pairs(source: Source) -> Source:
+    """A source that states no fields, with those of pairs where its first row has them and no
+    running text.
+    """
+    row = first_row(open_source(source))
+    if source.source_field or source.text_field in row or not row.keys() >= {*PAIR_FIELDS}:
+        return source
+    return replace(source, source_field=PAIR_FIELDS[0], target_field=PAIR_FIELDS[1])
 
 
 def is_on_hub(source: Source) -> bool:

@@ -247,6 +247,16 @@ def test_pairs_have_transformers_own_loss(tmp_path: Path, kind: Any, batch: int)
     assert (
         result["kv_bytes_per_token"] == {t5: 4 * 2 * 8 * 4, bart: 3 * 2 * 8 * 4}[kind]
     )  # of the decoder's own layers
+    renamed = [{"source": row["a"], "target": row["b"]} for row in rows]
+    write_rows(tmp_path / "named.jsonl", renamed)
+    found = run(tmp_path, "model", data="named.jsonl", batch=batch)
+    assert found["objective"] == "pairs"
+    assert found["results"][0]["loss"] == result["loss"]
+    if kind is t5:  # running text is none of pairs
+        write_rows(
+            tmp_path / "text.jsonl", [{"text": row["source"] * 20, **row} for row in renamed]
+        )
+        assert run(tmp_path, "model", data="text.jsonl")["objective"] == "spans"
 
 
 def test_logits_are_made_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,9 @@ def test_the_table_of_speech_states_what_was_measured() -> None:
     speech = json.loads((ROOT / "docs" / "results" / "whisper.json").read_text(encoding="utf-8"))
     scores = {"Whisper base": [speech["models"]["whisper-base"]["scores"]]}
     for cell in speech["cells"]:
-        name = f"{cell['groups']} K/V head{'s' if cell['groups'] > 1 else ''}, `{cell['method']}`"
+        name = (
+            f"{cell['kv_heads']} K/V head{'s' if cell['kv_heads'] > 1 else ''}, `{cell['method']}`"
+        )
         scores.setdefault(name.replace("`mean`", "`--method mean`"), []).append(cell)
     rows = [
         line.replace("*", "")

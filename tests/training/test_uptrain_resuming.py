@@ -145,7 +145,7 @@ def test_signals_before_and_between_the_steps(
         return interrupted
 
     output = tmp_path / "run"
-    for name in ("open_inputs", "finish"):
+    for name in ("open_inputs", "export"):
         with monkeypatch.context() as patch:
             patch.setattr(running, name, during(running, name))
             with pytest.raises(StoppedError, match="SIGINT between two stages"):

@@ -22,7 +22,7 @@ from gqa_convert.data.model_tokenizer import (
 )
 from gqa_convert.data.order import Integers, mix, shuffled
 from gqa_convert.data.pairs import shortened
-from gqa_convert.data.sources import SELF, TextSource, first_row
+from gqa_convert.data.sources import PAIR_FIELDS, SELF, TextSource, first_row
 from gqa_convert.data.token_files import tokenize
 from gqa_convert.errors import DataError
 from gqa_convert.families.loading import is_encoder_decoder, read_config
@@ -41,9 +41,6 @@ from .streams import (
 )
 from .texts import OVERSAMPLING, OpenText
 
-_INPUT = "source"
-_FIELDS = (_INPUT, "target")
-"""Of rows that hold pairs, where nothing is stated."""
 _SORTED_BY_TARGET = 8
 """Of so many groups together, which are then sorted by the lengths of their sources."""
 
@@ -81,10 +78,10 @@ def find_pairs(
     wanted = request.fitted + request.held_out + (request.fitted if request.fresh else 0)
     for opened in filter(None, sources):
         fields = _fields_of(opened)
-        if fields == (_INPUT,) and writer:
-            written = writer.answer(opened.text, _INPUT, with_spare(wanted / len(sources)))
-            pairs.append((written, _FIELDS))
-        elif len(fields) == len(_FIELDS):
+        if fields == PAIR_FIELDS[:1] and writer:
+            written = writer.answer(opened.text, PAIR_FIELDS[0], with_spare(wanted / len(sources)))
+            pairs.append((written, PAIR_FIELDS))
+        elif len(fields) == len(PAIR_FIELDS):
             pairs.append((opened, fields))
         else:
             others.append(opened.text.label)
@@ -105,7 +102,7 @@ def _fields_of(opened: OpenText) -> tuple[str, ...]:
     if stated.source_field is not None and stated.target_field is not None:
         return stated.source_field, stated.target_field
     row = first_row(opened.text)
-    return () if stated.text_field in row else tuple(name for name in _FIELDS if name in row)
+    return () if stated.text_field in row else tuple(name for name in PAIR_FIELDS if name in row)
 
 
 def draw_pairs(request: Request, sources: Sequence[OpenPairs]) -> Calibration:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from gqa_convert.data.model_tokenizer import check_vocabulary
-from gqa_convert.data.sources import Source, find_commits, pinned
+from gqa_convert.data.sources import Source, find_commits, pinned, with_pairs
 from gqa_convert.data.speech import AudioFile, SpeechModel
 from gqa_convert.errors import OptionError
 from gqa_convert.families.context_length import LONGEST, SPAN_LENGTH
+from gqa_convert.families.loading import hears, is_encoder_decoder
 from gqa_convert.measuring import Progress, memory_explained, no_progress
 from gqa_convert.measuring.results import AskedQuestions, EvaluationFile, Found, ModelScores
 from gqa_convert.runtime.json_objects import JsonObject
@@ -93,6 +94,9 @@ def evaluate(
 
     # what all models can be scored on
     found = find_models(names, options.revision)
+    first = found[0].config
+    if data is not None and is_encoder_decoder(first) and not hears(first):
+        data = with_pairs(data)
     objective = common_objective(found, data)
     most = SPAN_LENGTH if objective == SPANS else LONGEST
     window = common_length(found, f"--window is {options.window}", options.window, most)
