@@ -77,7 +77,7 @@ def facts(method: str) -> list[str]:
         ("source", "source"),
         ("`--method mean`", "mean"),
         ("`convert` without text", "default"),
-        ("`fit`, closed forms only (`--fit-steps 0 --kl-steps 0`)", "closed"),
+        ("`fit` without gradient steps (`--fit-steps 0 --kl-steps 0`)", "closed"),
         ("`fit` without its last stage (`--kl-steps 0`)", "layers"),
         ("`fit`, the default with `--calibration`", "fit"),
     ],
@@ -129,8 +129,8 @@ def test_the_table_of_speech_states_what_was_measured() -> None:
 def test_the_first_sentence_states_what_was_measured() -> None:
     source, fitted, mean = (real_losses(method)[0] for method in ("source", "fit", "mean"))
     first = " ".join(README.split("<picture>")[0].split())
-    assert f"rises from {source} to {fitted} nats per token" in first
-    assert f"raises it to {mean}." in first
+    assert f"rises from {source} to {fitted}." in first
+    assert f"raises this loss on prose to {mean} nats per token." in first
 
 
 def test_the_plot_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
