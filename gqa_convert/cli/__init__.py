@@ -8,13 +8,14 @@ import typer
 
 from gqa_convert._version import __version__
 
-from .commands import SUMMARY, add_commands, help_text
+from .commands import SUMMARY, CommandGroup, add_commands, help_text
 from .running import run
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="gqa-convert",
+    cls=CommandGroup,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -13,6 +13,8 @@ from importlib import import_module
 from inspect import cleandoc
 from typing import Any
 
+from typer.core import TyperCommand, TyperGroup
+
 SUMMARY = """Convert a multi-head or grouped-query checkpoint to fewer K/V heads, prove the result,
 and measure what it costs and saves.
 
@@ -33,6 +35,40 @@ def help_text(text: str) -> str:
     examples.
     """
     return re.sub(r"(?m)(?<=\n\n)(?= )", "\b\n", text)
+
+
+class _PlainHelp:
+    """Usage lines show `OUT` instead of `{OUT}`, and no type stands beside arguments."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if param.name == "help":
+                param.default = (
+                    False  # typer imports pydantic to check any value of a flag but True and False
+                )
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [
+            re.sub(r"[{}]", "", piece).replace("......", "...").replace("...]...", "...]")
+            for piece in pieces
+        ]
+
+
+class Command(_PlainHelp, TyperCommand):
+    """A command in the list of all commands."""
+
+    def get_short_help_str(self, limit: int = 1000) -> str:
+        """The first sentence, however long it is."""
+        return super().get_short_help_str(max(limit, 1000))
+
+
+class CommandGroup(_PlainHelp, TyperGroup):
+    """The command line as a whole."""
 
 
 COMMANDS = (
@@ -76,6 +112,4 @@ def add_commands(app: Any) -> None:
     for name in COMMANDS:
         identifier = name.replace("-", "_")
         function = getattr(import_module(f"gqa_convert.cli.{identifier}"), identifier)
-        text = cleandoc(function.__doc__)
-        short = text.partition(".")[0]  # typer would cut it short itself
-        app.command(name, help=help_text(text), short_help=short)(function)
+        app.command(name, cls=Command, help=help_text(cleandoc(function.__doc__)))(function)

@@ -12,7 +12,7 @@ from .options import Device, Json, command_line, count, counts, option, refuse
 
 
 def evaluate(
-    models: list[str] = option("MODEL", "Checkpoint folders or Hub ids.", ...),
+    models: list[str] = option("MODEL...", "Checkpoint folders or Hub ids.", ...),
     data: str | None = option(
         "--data -d TEXT",
         "Held-out text to score: a file, a folder, a glob pattern or a Hub dataset.",
