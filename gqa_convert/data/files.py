@@ -17,10 +17,8 @@ from typing import IO, Any, Literal, NamedTuple
 
 from gqa_convert.errors import DataError
 
-_ADVICE = (
-    "rename the field, or name another with `text_field`, or for pairs with `source_field` and "
-    "`target_field`; conversations need `format: chat`"
-)
+PAIR_KEYS = "`source_field` and `target_field`"
+"""Of a recipe, which name the fields of pairs."""
 _JSON = (".jsonl", ".json")
 _WITH_ROWS = (*_JSON, ".parquet", ".arrow")
 DOCUMENTS = (".text", ".md", ".rst", ".py")
@@ -40,6 +38,12 @@ _SHORT = 100
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
+
+
+class FieldError(DataError):
+    """A row has no such field, or no text in it; how another field is named depends on the
+    command.
+    """
 
 
 class Piece(NamedTuple):
@@ -95,14 +99,16 @@ def _value(row: Row, field: str, where: str) -> Any:
     if isinstance(row.get(outer), Mapping):
         return _value(row[outer], inner, f"{where}: {outer!r}")
     found = ", ".join(map(str, row)) or "nothing"
-    raise DataError(f"{where} has no {field!r}, found {found}: {_ADVICE}")
+    raise FieldError(f"{where} has no {field!r}, found {found}: rename the field")
 
 
 def _text(row: Row, field: str, where: str) -> str:
     value = _value(row, field, where)
     if not isinstance(value, str | None):
-        kind = type(value).__name__
-        raise DataError(f"{where}: {field!r} holds a {kind}, expected text: {_ADVICE}")
+        raise FieldError(
+            f"{where}: {field!r} holds a {type(value).__name__}, expected text: rename the field "
+            "of the text"
+        )
     return _well_formed(value or "")
 
 
@@ -115,14 +121,19 @@ def _messages(row: Row, field: str, where: str) -> list[Message]:
         )
     messages = []
     for number, item in enumerate(given or (), 1):
-        message = {}
-        if isinstance(item, Mapping):
-            message = {name: value for name, value in item.items() if value is not None}
-        said = {"content", "tool_calls"} & message.keys()
-        if not (said and isinstance(message.get("role"), str)):
+        place = f"{where}: message {number}"
+        if not isinstance(item, Mapping):
             raise DataError(
-                f"{where}: message {number} is {item!s:.200}, expected an object with `role` and "
-                "`content`: correct the row"
+                f"{place} is a {type(item).__name__}, expected an object with `role` and `content`"
+            )
+        message = {name: value for name, value in item.items() if value is not None}
+        lacking = "" if isinstance(message.get("role"), str) else "`role`"
+        if not {"content", "tool_calls"} & message.keys():
+            lacking = lacking or "`content`"
+        if lacking:
+            raise DataError(
+                f"{place} has no {lacking}, found {', '.join(map(str, item)) or 'nothing'}: "
+                "correct the row"
             )
         if isinstance(message.get("content"), str):
             message["content"] = _well_formed(message["content"])

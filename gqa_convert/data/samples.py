@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from gqa_convert.errors import DataError
 
+from .files import PAIR_KEYS, FieldError
 from .objectives import make_sampler
 from .order import mix
 from .sampler import Batch, Sampler, SampleSettings, Shares
@@ -151,7 +152,13 @@ def _tokens(
     text = open_source(source)
     encoder = sampler.encoder(source, text)
     needed = needed if text.is_stream else None
-    tokens = tokenize(text, encoder, needed=needed, progress=progress)
+    try:
+        tokens = tokenize(text, encoder, needed=needed, progress=progress)
+    except FieldError as problem:
+        key = "`text_field`, or set `format: chat` for conversations"
+        if encoder.fields.holds == "pair":
+            key = PAIR_KEYS
+        raise DataError(f"{problem}, or name another with {key}") from None
     if tokens.size < sampler.shortest:
         raise DataError(
             f"{text.label} has {tokens.size} tokens, fewer than one sample of {sampler.shortest}: "

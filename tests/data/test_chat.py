@@ -93,9 +93,9 @@ def test_calibration_renders_conversations(chats: Path, monkeypatch: pytest.Monk
         ),
         (PLAIN, [{"messages": CHATS[0]}, {"text": "x"}], "line 2 has no 'messages', found text"),
         (PLAIN, [{"messages": "hello"}], "line 1: 'messages' holds a str"),
-        (PLAIN, [{"messages": ["hello"]}], "message 1 is hello, expected an object with"),
-        (PLAIN, [{"messages": [{"content": "x"}]}], "message 1 is {'content': 'x'}, expected"),
-        (PLAIN, [{"messages": [{"role": "user"}]}], "message 1 is {'role': 'user'}, expected"),
+        (PLAIN, [{"messages": ["hello"]}], "message 1 is a str"),
+        (PLAIN, [{"messages": [{"content": "x"}]}], "message 1 has no `role`, found content"),
+        (PLAIN, [{"messages": [{"role": "user"}]}], "message 1 has no `content`, found role"),
         (PLAIN, [{"messages": []}], "holds no text"),
     ],
 )

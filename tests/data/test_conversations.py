@@ -1,5 +1,6 @@
 """Conversations from files, folders and the Hub, wherever text is read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,31 @@ def test_evaluation_scores_them_as_the_template_writes_them(
     assert found == sorted(ids)
     few = read_documents(as_source(source), tokenizer, 10, none_of)
     assert [*text_material(few, tokenizer, window=512).examples[0].targets] == ids[0][1:10]
+
+
+def test_advice_names_only_what_a_command_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for row in ({"content": "x"}, {"text": 5}, {"content": "x", "conversations": []}):
+        path.write_text(json.dumps(row) + "\n")
+        tokenizer = tokenizer_with(PLAIN)
+        with pytest.raises(DataError) as of_convert:
+            calibration_batches(DEMO, str(path), 10**6, seed=0)
+        with pytest.raises(DataError) as of_evaluate:
+            read_documents(as_source(str(path)), tokenizer, None, none_of)
+        with pytest.raises(DataError) as of_recipes:
+            open_samples(
+                str(path),
+                tokenizer,
+                objective="causal",
+                sequence_length=LENGTH,
+                cache=tmp_path / "cache",
+            )
+        said = [str(each.value) for each in (of_convert, of_evaluate, of_recipes)]
+        assert all(text.startswith(f"{path} line 1") and "rename" in text for text in said)
+        assert [
+            ("--text-field" in text, "`text_field`" in text, "format" in text) for text in said
+        ] == [(False, False, False), (True, False, False), (False, True, True)]
+        assert "recipe" not in said[0] + said[1]
 
 
 def test_uptraining_reads_conversations_of_the_hub_where_the_recipe_says_so(

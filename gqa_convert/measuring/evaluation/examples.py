@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa_convert.data.encoders import ChatEncoder, holds_conversations
-from gqa_convert.data.files import Fields, Files, Piece
+from gqa_convert.data.files import FieldError, Fields, Files, Piece
 from gqa_convert.data.model_tokenizer import beginning_of_text, decoder_start, starts_with_last
 from gqa_convert.data.order import Integers, mix
 from gqa_convert.data.pairs import shortened
@@ -203,29 +203,33 @@ def read_documents(
     found = []
     parts: list[tuple[Integers, Integers]] = []
     done = 0
-    for piece in text.pieces(fields):
-        if fields.holds == "pair":
-            found.append(_encode_pair(tokenizer, piece, fields))
-            done += 1
-        else:
-            if chats:
-                piece = chats.rendered(piece)
-            split = not piece.is_rendered
-            ids, sizes = encode(tokenizer, piece.text, split_special_tokens=split)
+    try:
+        for piece in text.pieces(fields):
+            if fields.holds == "pair":
+                found.append(_encode_pair(tokenizer, piece, fields))
+                done += 1
+            else:
+                if chats:
+                    piece = chats.rendered(piece)
+                split = not piece.is_rendered
+                ids, sizes = encode(tokenizer, piece.text, split_special_tokens=split)
+                if limit is not None:
+                    ids, sizes = ids[: limit - done], sizes[: limit - done]
+                done += len(ids)
+                parts.append((ids, sizes))
+                if piece.last or done == limit:
+                    ids, sizes = map(np.concatenate, zip(*parts, strict=True))
+                    found.append(Document(ids, sizes, piece.is_rendered))
+                    parts = []
             if limit is not None:
-                ids, sizes = ids[: limit - done], sizes[: limit - done]
-            done += len(ids)
-            parts.append((ids, sizes))
-            if piece.last or done == limit:
-                ids, sizes = map(np.concatenate, zip(*parts, strict=True))
-                found.append(Document(ids, sizes, piece.is_rendered))
-                parts = []
-        if limit is not None:
-            progress(done, limit)
-        elif isinstance(text, Files):
-            progress(text.bytes_read, text.total_bytes)
-        if done == limit:
-            break
+                progress(done, limit)
+            elif isinstance(text, Files):
+                progress(text.bytes_read, text.total_bytes)
+            if done == limit:
+                break
+    except FieldError as problem:
+        options = "--source-field and --target-field" if fields.holds == "pair" else "--text-field"
+        raise DataError(f"{problem}, or name another with {options}") from None
     if not found:
         raise DataError(f"{text.label} holds no text: name another source or --text-field")
     return found
