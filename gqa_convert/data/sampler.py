@@ -50,6 +50,8 @@ class SampleSettings(NamedTuple):
         length: `sequence_length`, in tokens.
         decoder_start: the first token of the decoder's input; None for a model without an encoder.
         starts_with_last: whether the decoder's input starts with the target's last token instead.
+        documents_apart: whether positions start anew with each document of a block, so that no
+            document attends to another one.
     """
 
     tokenizer: Any
@@ -57,10 +59,12 @@ class SampleSettings(NamedTuple):
     length: int
     decoder_start: int | None = None
     starts_with_last: bool = False
+    documents_apart: bool = False
 
     def __str__(self) -> str:
         """What tells the samples from others, without the tokenizer, which the tokens depend on."""
-        return f"{self.objective} {self.length} {self.decoder_start} {self.starts_with_last}"
+        _, *others = self
+        return " ".join(map(str, others))
 
 
 class Sampler(ABC):
@@ -200,8 +204,8 @@ class CausalSampler(BlockSampler):
         """Blocks of text.
 
         Returns:
-            `input_ids` and `labels` (the next tokens; IGNORED where there is nothing to predict):
-            [b, L].
+            `input_ids`, `labels` (the next tokens; IGNORED where there is nothing to predict), and
+            `position_ids` where documents are kept apart: [b, L].
         """
         length = self.length
         ids = np.stack([tokens.read(place.start, length + 1) for tokens, place in places])
@@ -213,7 +217,12 @@ class CausalSampler(BlockSampler):
             end = tokens.size - 1 - place.start
             if 0 <= end < length:
                 row[end] = IGNORED
-        return {"input_ids": ids[:, :-1], "labels": labels}
+        batch = {"input_ids": ids[:, :-1], "labels": labels}
+        if self.settings.documents_apart:
+            batch["position_ids"] = np.stack(
+                [tokens.positions(place.start, length) for tokens, place in places]
+            )
+        return batch
 
     def first(self, tokens: TokenSource, limit: int) -> list[Block]:
         """Blocks that predict each of the first tokens once, except the very first; the last block

@@ -108,7 +108,16 @@ class TokenSource:
         """The ids of tokens from a position on, continuing with the first token after the last:
         [count].
         """
-        return ids_of(self.tokens.take(np.arange(start, start + count), mode="wrap"))
+        return ids_of(self._marked(start, count))
+
+    def positions(self, start: int, count: int) -> Integers:
+        """The place of each of these tokens in what `read` returns of its document: [count]."""
+        places = np.arange(count)
+        follows = np.roll(self._marked(start, count) & LAST, 1) != 0
+        return places - np.maximum.accumulate(np.where(follows, places, 0))
+
+    def _marked(self, start: int, count: int) -> Marked:
+        return self.tokens.take(np.arange(start, start + count), mode="wrap")
 
     def document(self, number: int) -> Integers:
         """The ids of a document's tokens: [n]."""

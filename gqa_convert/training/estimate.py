@@ -176,7 +176,7 @@ def _costs(
         fixed = 4 * (count - learning) / shards
         copied = 0
         if lora:  # PEFT can't add adapters without numbers
-            fixed = count * (_NF4 if lora.quantize else size)
+            fixed = count * (4 / shards if shards > 1 else _NF4 if lora.quantize else size)
             adapted = [model.get_submodule(name).weight.shape for name in target_modules(model)]
             learning = lora.rank * sum(map(sum, adapted))
             count += learning
@@ -207,15 +207,16 @@ def _costs(
             "logits": logits * (size + 8),
         }
         if shards > 1:
-            # two layers and what is outside, and the gradients of one layer and of that
+            # two layers and what is outside, and of one layer and of that the gradients
             largest = max(blocks)
-            outside = count - sum(blocks)
-            memory["gathered layers"] = size * largest + (2 * size + 4) * (largest + outside)
+            outside = _numbers(model.parameters()) - sum(blocks)
+            graded = learning / len(blocks) if lora else largest + outside
+            memory["gathered layers"] = size * (2 * largest + outside) + (size + 4) * graded
         taught = 0
         if teacher:
             model = _outline(teacher, in_bf16=True)
             taught = own = _numbers(model.parameters())
-            if lora and not lora.quantize and in_bf16:
+            if lora and not lora.quantize and in_bf16 and shards == 1:
                 own = _own_numbers(model, shapes)
             with torch.no_grad():
                 flops += _pass(model, batch, in_bf16=False)[0]
@@ -269,8 +270,8 @@ def _pass(model: nn.Module, batch: Batch, in_bf16: bool) -> tuple[int, int]:
     """The operations of a micro-batch, forwards and (if gradients are enabled) backwards, and the
     bytes that the forward pass saves.
     """
-    inputs = {name: torch.zeros(rows.shape, dtype=torch.long) for name, rows in batch.items()}
-    del inputs["labels"]
+    names = batch.keys() - {"labels", "position_ids"}
+    inputs = {name: torch.zeros(batch[name].shape, dtype=torch.long) for name in names}
     fixed = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved = {}
 

@@ -14,10 +14,12 @@ from gqa_convert.checkpoint.headers import ITEM_BYTES
 from gqa_convert.checkpoint.provenance import PROVENANCE, earlier_record
 from gqa_convert.checkpoint.source import Checkpoint
 from gqa_convert.families.loading import load_model
+from gqa_convert.processes import rank, together
 from gqa_convert.publishing.atomic_files import sync, write_json
 from gqa_convert.publishing.ownership import WRITTEN, list_written
 from gqa_convert.publishing.publication import staged_folder
 from gqa_convert.runtime.json_objects import JsonObject
+from gqa_convert.sharding import whole
 
 from .checkpoints import StateDict
 
@@ -81,20 +83,27 @@ def _in_source_dtypes(model: Any, state: StateDict, source: Checkpoint) -> State
 
 
 def merged_model(trained: nn.Module, folder: Path) -> Any:
-    """The checkpoint's model on the CPU, with the adapters' products added to its weights.
+    """The checkpoint's model on the CPU, with the adapters' products added to its weights; None on
+    all processes but the first. Every process calls this.
 
     They are added to the weights of the checkpoint itself, not to those that were rounded to
     bfloat16 or 4 bits for training.
 
     Args:
-        trained: the model with adapters.
+        trained: the model with adapters, of which each process may hold shards.
         folder: the checkpoint that training began with.
     """
-    model, _ = load_model(folder, "auto")
+    with together():
+        model = None if rank() else load_model(folder, "auto")[0]
     for name, module in trained.named_modules():
-        if hasattr(module, "lora_A"):
-            weight = model.get_submodule(name).weight
-            with torch.no_grad():
-                delta = module.get_delta_weight("default").to("cpu", torch.float32)
-                weight.copy_(weight.float() + delta)
+        if not hasattr(module, "lora_A"):
+            continue
+        down, up = (
+            whole(each["default"].weight.detach()).to("cpu", torch.float32)
+            for each in (module.lora_A, module.lora_B)
+        )
+        if model is not None:
+            product = module.scaling["default"] * (up @ down)
+            weight = model.get_submodule(name).weight.data
+            weight.copy_(weight.float() + (product.T if module.fan_in_fan_out else product))
     return model

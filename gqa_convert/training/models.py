@@ -15,13 +15,17 @@ from gqa_convert.errors import LaunchError, MissingExtraError, RecipeError, firs
 from gqa_convert.families.composite import is_composite
 from gqa_convert.families.loading import check_complete, explained, read_config
 from gqa_convert.processes import started
-from gqa_convert.sharding import layers, load, replicate, shard
+from gqa_convert.sharding import layers, load, replicate, reshard, shard
 
 from .opening import NEEDS_HEAD
 from .recipe import Lora, Recipe
 
 _OTHERWISE_IN_TRAINING = ("moe_token_dropout", "moe_eval_capacity_token_fraction")
 """What the experts and the routers of NLLB-MoE have, which compute something else in training."""
+_TRIED = 8
+"""Tokens of each of two documents that are tried."""
+_ROUNDING = 32
+"""Of logits, as a multiple of what their type resolves."""
 
 
 def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
@@ -36,7 +40,8 @@ def load_student(recipe: Recipe, folder: Path, *, sharded: bool = False) -> Any:
         RecipeError: no module can have an adapter.
     """
     with explained(recipe.model):
-        model, missing = load(folder, **loading_options(recipe), by_first=sharded)
+        options = loading_options(recipe, sharded=sharded)
+        model, missing = load(folder, **options, by_first=sharded)
     check_complete(recipe.model, folder, missing, NEEDS_HEAD)
     if recipe.gradient_checkpointing:
         recompute(model)
@@ -126,6 +131,30 @@ def place(model: Any, device: Any, *, shards: int, bf16: bool) -> Any:
     return model
 
 
+def check_apart(model: Any) -> None:
+    """Refuse a model that reads across the beginning of a document, though positions start anew
+    there. Every process calls this, with the placed model.
+
+    Raises:
+        RecipeError: another document before it changes what the model predicts in the next one.
+    """
+    positions = torch.arange(_TRIED, device=model.device).repeat(1, 2)
+    found = []
+    for token in (0, 1):
+        ids = torch.zeros_like(positions)
+        ids[:, :_TRIED] = token
+        with torch.no_grad():
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        found.append(logits[:, _TRIED:])
+    reshard(model)
+    rounding = _ROUNDING * torch.finfo(logits.dtype).eps
+    if not torch.allclose(*found, rtol=rounding, atol=rounding):
+        raise RecipeError(
+            f"document_masks is true, and a {model.config.model_type} reads across the beginning "
+            "of a document: remove document_masks, or name another function as attention"
+        )
+
+
 def recompute(model: Any) -> None:
     """Recompute the activations of every layer in the backward pass."""
     # in older transformers it has another name
@@ -202,7 +231,7 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
 
     Raises:
         MissingExtraError: PEFT is not installed.
-        LaunchError: the model would be sharded.
+        LaunchError: quantised weights would be sharded.
     """
     if lora is None:
         return
@@ -210,21 +239,24 @@ def check_lora(lora: Lora | None, *, sharded: bool) -> None:
         raise MissingExtraError(
             "lora needs PEFT, which is not installed: pip install 'gqa-convert[lora]'"
         )
-    if sharded:
+    if sharded and lora.quantize:
         raise LaunchError(
-            "lora trains adapters beside whole weights, and the launch or the recipe asks for "
-            "FSDP: launch with recipes/accelerate/multi_gpu.yaml, or set sharding to replicate"
+            f"lora.quantize is {lora.quantize}, and the launch or the recipe asks for FSDP, which "
+            "can't shard such weights: remove quantize; or launch with "
+            "recipes/accelerate/multi_gpu.yaml, or set sharding to replicate"
         )
 
 
-def loading_options(recipe: Recipe) -> dict[str, Any]:
-    """How weights are loaded: in float32, or if they are fixed, in bfloat16 or in 4 bits.
+def loading_options(recipe: Recipe, *, sharded: bool) -> dict[str, Any]:
+    """How weights are loaded: in float32; or if they are fixed, in 4 bits, or in bfloat16 where
+    they are not sharded. FSDP2 takes a layer's parameters of one type, and adapters have float32.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.
     """
     lora = recipe.lora
-    dtype = torch.bfloat16 if lora and recipe.precision == "bf16" else torch.float32
+    in_bf16 = lora and not sharded and recipe.precision == "bf16"
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
     if not lora or not lora.quantize:
         return {"dtype": dtype}
     if importlib.util.find_spec("bitsandbytes") is None:

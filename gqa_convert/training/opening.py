@@ -139,7 +139,7 @@ def check_tokens(
     if held_out is not None:
         batches.append(held_out.batch(range(len(held_out))))
     for batch in batches:
-        found += [ids.max() for ids in batch.values()]
+        found += [ids.max() for name, ids in batch.items() if name != "position_ids"]
     largest = max(found)
     for model in models:
         check_vocabulary(model.config, int(largest), model.local_folder)
@@ -168,7 +168,19 @@ def sample_settings(recipe: Recipe, student: Checkpoint) -> SampleSettings:
     if is_encoder_decoder(config):
         length = min(length, SPAN_LENGTH)
         start = decoder_start(student.local_folder, config, tokenizer)
-    return SampleSettings(tokenizer, objective, stated or length, start, starts_with_last(config))
+    if recipe.document_masks and objective != "causal":
+        raise RecipeError(
+            f"document_masks is true and objective is {objective}, whose samples are whole or "
+            "corrupted texts: remove document_masks"
+        )
+    return SampleSettings(
+        tokenizer,
+        objective,
+        stated or length,
+        start,
+        starts_with_last(config),
+        recipe.document_masks,
+    )
 
 
 def choose_objective(recipe: Recipe, config: Config) -> str:

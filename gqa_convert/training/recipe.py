@@ -89,6 +89,7 @@ class Recipe:
     data: Sources
     objective: ObjectiveName
     sequence_length: Tokens | None
+    document_masks: Flag
     micro_batch_size: Whole
     tokens: Tokens | None
     alpha: Real | None

@@ -29,7 +29,15 @@ from gqa_convert.sharding import number_of_shards, unwrapped
 from .checkpoints import Progress, state_of
 from .export import export_model, merged_model
 from .metrics import RunSummary, StepMetrics, check_trackers, log_step, read_metrics, recovery
-from .models import check_lora, load_student, load_teacher, place, set_execution, share_weights
+from .models import (
+    check_apart,
+    check_lora,
+    load_student,
+    load_teacher,
+    place,
+    set_execution,
+    share_weights,
+)
 from .notes import notes
 from .opening import Opened, open_recipe
 from .optimizers import build_optimizer, share_of_peak
@@ -238,10 +246,13 @@ def load_trainer(
         with together():
             teacher = load_teacher(folder, device.type, sharded=shards > 1)
             set_execution(teacher, recipe, device.type)
-        if recipe.lora:
+        if recipe.lora and shards == 1:
             share = share_weights(teacher, model)
             say(f"{share:.0%} of the teacher's weights are the model's own, in memory once")
         teacher = place(teacher, device, shards=shards, bf16=False)
+    if recipe.document_masks:
+        with together():
+            check_apart(model)
     # the losses of student and teacher are computed of logits, or of the states before them
     first = samples.batch([0])
     if remove_output(model, first) and teacher:
@@ -340,13 +351,13 @@ def export(
     progress = trainer.progress
     model = unwrapped(trainer.model)
     summary = state = None
-    if recipe.lora is None:
+    if recipe.lora:
+        model = merged_model(model, source.local_folder)
+    else:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(trainer.model, options=options)
     with together():
         if not rank():
-            if recipe.lora:
-                model = merged_model(model, source.local_folder)
             lines = read_metrics(metrics)
             summary = RunSummary(
                 **measurement("uptrain", command, device),

@@ -63,10 +63,9 @@ def run_cases(target: str) -> None:
             for name, keys in CASES.items():
                 steps = take_steps(accelerator, keys | layout)
                 found |= {f"{name}/{key}": value for key, value in steps.items()}
-            if kind in ("single", "ddp"):
-                for name, keys in ADAPTED.items():
-                    tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
-                    found |= {f"adapted {name}/{key}": value for key, value in tensors.items()}
+            for name, keys in ADAPTED.items():
+                tensors = adapt(accelerator, Path(f"{target}-{kind}-{name}"), keys | layout)
+                found |= {f"adapted {name}/{key}": value for key, value in tensors.items()}
             if accelerator.is_main_process:
                 np.savez(f"{target}-{kind}.npz", **found)
 
@@ -92,7 +91,7 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     accelerator.wait_for_everyone()
     shards = sharding.number_of_shards(recipe.sharding, accelerator.num_processes)
     torch.manual_seed(0)
-    model = load_student(recipe, folder)
+    model = load_student(recipe, folder, sharded=shards > 1)
     placed = place(model, accelerator.device, shards=shards, bf16=recipe.precision == "bf16")
     optimizer = build_optimizer(model, recipe)
     types = {str(each.dtype) for each in model.parameters() if each.requires_grad}
@@ -115,8 +114,9 @@ def adapt(accelerator: Any, folder: Path, keys: dict[str, Any]) -> dict[str, Any
     found["moment"] = np.array(
         sum(float(_whole(each["exp_avg"]).sum()) for each in optimizer.state.values())
     )
-    if accelerator.is_main_process:
-        tensors = merged_model(model, folder).state_dict()
+    merged = merged_model(model, folder)
+    if merged is not None:
+        tensors = merged.state_dict()
         found |= {f"merged {name}": tensor.float().numpy() for name, tensor in tensors.items()}
     return found | {"types": np.array(sorted(types))}
 

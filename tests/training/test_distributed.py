@@ -50,21 +50,23 @@ def test_processes_share_the_work_and_change_nothing(
             assert off <= (5e-2 if case == "bf16" else 2e-6) * np.abs(value).max(), name
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ADAPTED)
-def test_copied_adapters_are_merged_as_those_of_one_process(
-    found: dict[str, dict[str, Any]], name: str
+def test_adapters_of_two_processes_are_merged_as_those_of_one(
+    found: dict[str, dict[str, Any]], kind: str, name: str
 ) -> None:
     """After two steps from a checkpoint that one process reads, saving and restoring: losses,
-    moments and the merged weights. Adapters are float32 beside fixed weights in bfloat16.
+    moments and the merged weights. Adapters are float32, beside fixed weights in bfloat16 where
+    these are copied.
     """
     prefix = f"adapted {name}/"
     alone, shared = (
         {
             key.removeprefix(prefix): value
-            for key, value in found[kind].items()
+            for key, value in found[processes].items()
             if key.startswith(prefix)
         }
-        for kind in ("single", "ddp")
+        for processes in ("single", kind)
     )
     assert alone.keys() == shared.keys()
     assert list(alone.pop("types")) == list(shared.pop("types")) == ["torch.float32"]

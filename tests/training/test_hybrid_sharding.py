@@ -98,15 +98,15 @@ def numbers(output: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("key", ["optimizer=adamw", "optimizer=adafactor", "lora={rank: 3}"])
 def test_two_machines_of_two_processes_train_as_one_process(
-    recipe: Path, tmp_path: Path, optimizer: str
+    recipe: Path, tmp_path: Path, key: str
 ) -> None:
     """Also if all four are killed in the middle, and two go on."""
-    alone = start(recipe, tmp_path / "alone", f"optimizer={optimizer}")
+    alone = start(recipe, tmp_path / "alone", key)
     assert alone.wait(120) == [0], alone.text()
     expected = numbers(tmp_path / "alone")
-    keys = (f"optimizer={optimizer}", "sharding=hybrid")
+    keys = (key, "sharding=hybrid")
     output = tmp_path / "hybrid"
     four = start(recipe, output, *keys, processes=4)
     four.wait_for(output / "checkpoints" / "step-000004")

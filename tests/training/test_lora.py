@@ -197,7 +197,7 @@ def test_what_adapters_need(
 
     def begin() -> None:
         adapters.check_lora(stated.lora, sharded=sharded)
-        adapters.loading_options(stated)
+        adapters.loading_options(stated, sharded=sharded)
 
     with pytest.raises(error, match=message):
         begin()

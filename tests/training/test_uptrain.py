@@ -285,6 +285,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "data": [{"source": "text.txt", "weight": 3}, {"source": "other.txt"}],
         "teacher": str(DEMO),
     },
+    "documents apart": {"document_masks": True, "teacher": str(DEMO), "micro_batch_size": 2},
     "compiled": {"compile": True, "teacher": str(DEMO), "gradient_checkpointing": True},
     "all at once": {
         "teacher": str(DEMO),
@@ -342,6 +343,10 @@ def test_mistakes_are_found_before_anything_is_trained(
         run(home, tmp_path / "run", objective="span_corruption")
     with pytest.raises(RecipeError, match=r"objective is causal.* is an encoder-decoder"):
         run(home, tmp_path / "run", model=str(t5), objective="causal")
+    with pytest.raises(
+        RecipeError, match="document_masks is true and objective is span_corruption"
+    ):
+        run(home, tmp_path / "run", model=str(t5), document_masks=True)
     with pytest.raises(
         RecipeError, match=r"sequence_length is 1000000 .* has positions for \d+: lower it"
     ):
